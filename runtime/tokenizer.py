@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from runtime.chat import ChatTemplate, ChatTemplateError
-from runtime.pieces import Pieces
+from runtime.pieces import Pieces, UnsupportedDecoder
 
 __all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError"]
 
@@ -30,7 +30,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: str | Path, chat_template: str | Path = "", model_folder: str | Path = "") -> None:
-        """``chat_template``: a file that replaces the model's. ``model_folder``: has config.json, where it is another."""
+        """``chat_template``: a file that replaces the model's. ``model_folder``: where config.json is, if elsewhere."""
         self.folder = Path(folder)
         config = _read_json(self.folder / "tokenizer_config.json")
         self._tokenizer = _load(self.folder / "tokenizer.json")
@@ -44,7 +44,10 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.pieces = Pieces(self._tokenizer, self.special_ids)
+        try:
+            self.pieces = Pieces(self._tokenizer, self.special_ids)
+        except UnsupportedDecoder as error:
+            raise TokenizerError(f"{self.folder / 'tokenizer.json'} can't be used: {error}") from error
         self.bos_id = self.token_id(self.special_tokens.get("bos_token"))
         self.eos_ids = self._find_ends(Path(model_folder or folder))
         self._templates = _templates(self.folder, config, Path(chat_template) if chat_template else None)
