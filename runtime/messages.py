@@ -47,6 +47,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     priority: int = 0  # larger runs earlier
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     budget_s: float | None = None  # time left until the request's deadline
+    via: int = 0  # generation of the detokenizer that the frontend counts on: not before the scheduler knows it too
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -110,10 +111,14 @@ class StepTokens(msgspec.Struct, frozen=True, tag="step"):
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
-    """One request's news for its frontend. ``offset`` = characters of output text before ``text``."""
+    """One request's news for its frontend.
+
+    ``start`` and ``offset`` say how many output tokens and characters of output text came before these.
+    """
 
     id: int
     attempt: int
+    start: int
     tokens: tuple[int, ...]
     offset: int
     text: str
