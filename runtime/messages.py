@@ -10,6 +10,8 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# What kind of error ended a request: the client's frontend words its status code by it.
+ErrorCode = Literal["", "queue_full", "deadline", "too_long", "not_finite", "shutdown", "internal"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -98,6 +100,7 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
     error: str = ""  # with finish == "error": what happened and what to do
+    code: ErrorCode = ""
     stop_token: bool = False  # finish == "stop" because of the last token, which is then not part of the text
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -124,6 +127,7 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     text: str
     finish: FinishReason | None = None
     error: str = ""
+    code: ErrorCode = ""
     stop_match: str | int | None = None  # the stop string or stop token id that ended it
     prompt_tokens: int = 0
     cached_tokens: int = 0

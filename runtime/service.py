@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from .config import Config
-from .messages import FinishReason, SamplingParams, TokenLogprobs
+from .messages import ErrorCode, FinishReason, SamplingParams, TokenLogprobs
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -35,6 +35,7 @@ class Delta(msgspec.Struct):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish: FinishReason | None = None
     error: str = ""  # with finish == "error": a sentence for the client
+    code: ErrorCode = ""
     stop_match: str | int | None = None
 
     def merge(self, later: "Delta") -> None:
@@ -43,7 +44,7 @@ class Delta(msgspec.Struct):
         self.tokens += later.tokens
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
-        self.finish, self.error, self.stop_match = later.finish, later.error, later.stop_match
+        self.finish, self.error, self.code, self.stop_match = later.finish, later.error, later.code, later.stop_match
 
 
 class ServiceError(Exception):
@@ -51,7 +52,7 @@ class ServiceError(Exception):
 
 
 class BadRequest(ServiceError):
-    """The request itself is at fault. ``param`` names the field, ``code`` is OpenAI's word for it where there is one."""
+    """The request itself is at fault. ``param`` names the field, ``code`` is OpenAI's word for the fault, if any."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
