@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 import anyio
+import msgspec
 
 from .mailbox import Outbox
 from .messages import Abort, ErrorCode, Flush, SamplingParams, StepText, Submit, TextRow
@@ -252,6 +253,9 @@ class RequestTable:
         if self._outbox is None or not self._via:
             return
         budget_s = None if request.deadline is None else request.deadline - self._clock()
+        params = request.params
+        if request.output and params.prompt_logprobs >= 0:
+            params = msgspec.structs.replace(params, prompt_logprobs=-1)  # they came with the first token
         request.attempt += 1
         request.submitted = self._outbox.send_nowait(
             Submit(
@@ -259,7 +263,7 @@ class RequestTable:
                 id=request.id,
                 attempt=request.attempt,
                 prompt=request.prompt,
-                params=request.params,
+                params=params,
                 output=request.output.tobytes(),
                 priority=request.priority,
                 cache_salt=request.salt,
