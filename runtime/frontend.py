@@ -172,7 +172,7 @@ class Frontend:
 
     async def watch_tokenizer(self) -> None:
         async for notice in self._ctx.watch(self.tokenizer.path):
-            self.tokenizer.heard(isinstance(notice, actors.Up))
+            self.tokenizer.heard(notice)
             self._look()
 
     def _look(self) -> None:

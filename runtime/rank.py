@@ -115,7 +115,7 @@ class Rank:
             self.core.flush()
 
     def _send(self, step: StepTokens) -> None:
-        # A detokenizer that is behind holds the engine back: better than dropping words. If it is stuck, its beats say so.
+        # A detokenizer that is behind holds the engine back: better than losing words. If it is stuck, it is replaced.
         while self._outbox is not None and not self._outbox.send_nowait(step):
             self.ctx.beat("wait for the detokenizer")
             self.poller.poll(10)

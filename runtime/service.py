@@ -1,6 +1,6 @@
 """What a frontend offers to the HTTP layer and to embedders, and the words it uses. No IO here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -50,6 +50,10 @@ class Delta(msgspec.Struct):
 class ServiceError(Exception):
     """A request that can't be taken. The message is a sentence for the client."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
 
 class BadRequest(ServiceError):
     """The request itself is at fault. ``param`` names the field, ``code`` is OpenAI's word for the fault, if any."""
@@ -62,7 +66,7 @@ class BadRequest(ServiceError):
 class Unavailable(ServiceError):
     """Not now: starting, draining, or too many requests wait. Try again after ``retry_after_s`` seconds."""
 
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -98,22 +102,24 @@ class Generation(Protocol):
 
 
 class TokenizerClient(Protocol):
-    """Text to ids and back. Long texts are handled in a worker thread; cancelling drops the result."""
+    """Text to ids and back, safe under concurrent use. Long texts are handled in a thread; cancelling drops the result."""
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    async def encode(self, text: str, add_special: bool = True) -> list[int]: ...
 
-    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    async def decode(self, tokens: Sequence[int]) -> str: ...
 
     async def encode_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, kwargs: Mapping[str, Any]
     ) -> list[int]:
-        """The ids of a rendered conversation. Raises BadRequest where the model's template refuses it."""
+        """The ids of a rendered conversation. ``kwargs`` go to the model's template; two are understood here:
+        ``add_generation_prompt`` (default true) and ``continue_final_message`` (the prompt ends inside the last message).
+
+        Raises BadRequest where the template refuses the messages, or where the model has none.
+        """
+        ...
+
+    def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """The bytes that each token stands for (a special token: its name). Cheap, never blocks."""
         ...
 
 

@@ -3,7 +3,7 @@
 Encoding is a pure function, so a call that meets the actor's death is simply made again once it is back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from .service import BadRequest, Unavailable
 from .sources import ModelFiles
 from .tokenizer import TemplateError, Tokenizer
 
-# Texts up to here are handled on the event loop: about 1 ms of work, less than the way to a thread and back costs others.
+# Texts up to here are handled on the event loop: about 1 ms of work.
 INLINE_CHARS = 2_000
 THREADS = 2  # tokenizing releases the GIL, but the machine has better things to do with its cores
 TRIES = 3
@@ -41,26 +41,26 @@ async def tokenizer(ctx: actors.Context, config: Config) -> None:
         ids: list[int] = await work(len(text), partial(words.encode, text, add_special=special))
         return ids
 
-    async def decode(payload: tuple[list[int], bool], info: actors.CallInfo) -> str:
-        ids, skip = payload
-        text: str = await work(len(ids), partial(words.decode, ids, skip_special_tokens=skip))
+    async def decode(ids: list[int], info: actors.CallInfo) -> str:
+        text: str = await work(len(ids), partial(words.decode, ids))
         return text
 
-    async def encode_chat(payload: dict[str, Any], info: actors.CallInfo) -> list[int] | str:
+    async def encode_chat(payload: tuple[list[Any], list[Any] | None, dict[str, Any]], info: actors.CallInfo) -> Any:
+        messages, tools, kwargs = payload
+
         def run() -> list[int] | str:
             try:
-                text = words.render_chat(**payload)
+                text = words.render_chat(messages, tools, **kwargs)
             except TemplateError as error:
                 return str(error)
             return words.encode(text, add_special=False)
 
-        ids: list[int] | str = await work(sum(len(str(m)) for m in payload["messages"]), run)
-        return ids
+        return await work(sum(len(str(message)) for message in messages), run)
 
     ctx.on("encode", encode)
     ctx.on("decode", decode)
     ctx.on("encode_chat", encode_chat)
-    ctx.started()
+    ctx.started(words)
     await anyio.sleep_forever()
 
 
@@ -70,7 +70,7 @@ def tokenizer_spec(config: Config) -> actors.ChildSpec:
         "tokenizer",
         tokenizer,
         args=(config,),
-        start_timeout=supervision.start_timeout_max_s,  # it waits for the model's files, which have a limit of their own
+        start_timeout=supervision.start_timeout_max_s,  # it waits for the model's files: they have a limit
         start_timeout_max=supervision.start_timeout_max_s,
         stop_timeout=supervision.stop_timeout_s,
     )
@@ -84,11 +84,13 @@ class TokenizerProxy:
         self.up = False
         self._ctx = ctx
         self._back = anyio.Event()
+        self._words: Tokenizer | None = None
 
-    def heard(self, up: bool) -> None:
+    def heard(self, notice: actors.Up | actors.Down) -> None:
         """News of the actor at ``path``."""
-        self.up = up
-        if up:
+        self.up = isinstance(notice, actors.Up)
+        if isinstance(notice, actors.Up):
+            self._words = notice.value
             self._back.set()
         else:
             self._back = anyio.Event()
@@ -99,36 +101,24 @@ class TokenizerProxy:
             try:
                 return await self._ctx.call(self.path, method, payload)
             except (actors.ActorDied, actors.NoSuchActor):
-                self.heard(False)
+                self.up, self._back = False, anyio.Event()
         raise Unavailable("The tokenizer died while it worked on this text; try again later.")
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = await self._call("encode", (text, add_special_tokens))
+    async def encode(self, text: str, add_special: bool = True) -> list[int]:
+        ids: list[int] = await self._call("encode", (text, add_special))
         return ids
 
-    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = await self._call("decode", (list(ids), skip_special_tokens))
+    async def decode(self, tokens: Sequence[int]) -> str:
+        text: str = await self._call("decode", list(tokens))
         return text
 
     async def encode_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, kwargs: Mapping[str, Any]
     ) -> list[int]:
-        ids: list[int] | str = await self._call(
-            "encode_chat",
-            {
-                "messages": list(messages),
-                "tools": None if tools is None else list(tools),
-                "add_generation_prompt": add_generation_prompt,
-                "continue_final_message": continue_final_message,
-                **(template_kwargs or {}),
-            },
-        )
+        ids: list[int] | str = await self._call("encode_chat", (messages, tools, dict(kwargs)))
         if isinstance(ids, str):
             raise BadRequest(f"The model's chat template refuses this conversation: {ids}", "messages")
         return ids
+
+    def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        return [] if self._words is None else self._words.token_bytes(tokens)
