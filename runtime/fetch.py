@@ -1,7 +1,7 @@
-"""The model actor: it knows where the model's files are, and has them fetched and converted where they are not yet here.
+"""The model actor: it knows where the model's files are, and has them fetched and converted if need be.
 
-What is cached is found at once. Anything else is done by a process of its own, so that the front keeps answering, and so
-that a stop leaves no download behind.
+What is cached is found at once. Anything else is done by a process of its own, so that the front keeps answering, and
+so that a stop leaves no download behind.
 """
 
 from functools import partial

@@ -43,17 +43,39 @@ def main(config: Config) -> int:
 
 
 async def _serve(config: Config, listener: socket.socket, console: Console) -> int:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         try:
-            async with open_tree(config, listener=listener, wait_started=False, on_event=console.event) as tree:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_mind_signals, signals, tree, console)
-                    await tree.supervisor.wait_started()
-                    console.ready("http://{}:{}".format(*listener.getsockname()[:2]), tree.supervisor.snapshot())
-                    await tree.supervisor.wait()
+            async with (
+                open_tree(config, listener=listener, wait_started=False, on_event=console.event) as tree,
+                anyio.create_task_group() as tasks,
+            ):
+                tasks.start_soon(_mind_signals, signals, tree, console)
+                await tree.supervisor.wait_started()
+                console.ready("http://{}:{}".format(*listener.getsockname()[:2]), tree.supervisor.snapshot())
+                await tree.supervisor.wait()
         except BaseException as error:
             return _verdict(error, console)
     return 0
+
+
+async def _mind_signals(signals: AsyncIterator[int], tree: Tree, console: Console) -> None:
+    """The first signal drains, the second ends at once."""
+    supervision = tree.config.supervision
+    async with anyio.create_task_group() as tasks:
+
+        async def drain() -> None:
+            await tree.drain(supervision.drain_timeout_s)
+            await tree.supervisor.stop(supervision.stop_timeout_s)
+            raise _Ended(0)
+
+        first = await anext(signals)
+        console.stopping(signal.Signals(first).name)
+        tasks.start_soon(drain)
+        second = await anext(signals)
+        console.stopping(signal.Signals(second).name)
+        with anyio.CancelScope(shield=True):
+            await tree.supervisor.stop(0.0)
+        raise _Ended(128 + second)
 
 
 def _verdict(error: BaseException, console: Console) -> int:

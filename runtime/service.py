@@ -102,7 +102,7 @@ class Generation(Protocol):
 
 
 class TokenizerClient(Protocol):
-    """Text to ids and back, safe under concurrent use. Long texts are handled in a thread; cancelling drops the result."""
+    """Text to ids and back. Long texts are handled in a worker thread; cancelling drops the result."""
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]: ...
 
@@ -111,8 +111,10 @@ class TokenizerClient(Protocol):
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, kwargs: Mapping[str, Any]
     ) -> list[int]:
-        """The ids of a rendered conversation. ``kwargs`` go to the model's template; two are understood here:
-        ``add_generation_prompt`` (default true) and ``continue_final_message`` (the prompt ends inside the last message).
+        """The ids of a rendered conversation.
+
+        ``kwargs`` go to the model's template; two are understood here: ``add_generation_prompt`` (default true) and
+        ``continue_final_message`` (the prompt ends inside the last message).
 
         Raises BadRequest where the template refuses the messages, or where the model has none.
         """

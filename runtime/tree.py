@@ -11,8 +11,8 @@
     │       └── tokenizer    task
     └── client               task      the embedder's own frontend, where there is one
 
-All start at once: who needs another asks for it by path, and waits. A frontend serves 503 from its first moment, and says
-that it is started when everything behind it is up: then the tree is ready when all of it has started.
+All start at once: who needs another asks for it by path, and waits. A frontend serves 503 from its first moment, and
+says that it is started when everything behind it is up: so the tree is ready when all of it has started.
 """
 
 import socket
