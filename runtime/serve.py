@@ -4,6 +4,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator
 from functools import partial
 
 import anyio
@@ -15,7 +16,7 @@ from .config import Config
 from .console import Console, failure_block
 from .listen import bind
 from .log import configure
-from .tree import open_tree
+from .tree import Tree, open_tree
 
 
 class _Ended(Exception):
