@@ -8,7 +8,7 @@ the same ids gets the same characters.
 import codecs
 from collections.abc import Sequence
 
-from runtime.pieces import Pieces
+from runtime.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 
@@ -20,15 +20,16 @@ class TextStream:
 
     def __init__(
         self,
-        pieces: Pieces,
+        tokenizer: Tokenizer,
         prompt_tail: Sequence[int] = (),
         *,
         stop: Sequence[str] = (),
         include_stop: bool = False,
-        skip_special: bool = True,
+        skip_special_tokens: bool = True,
     ) -> None:
         """``prompt_tail`` holds the last ids of the prompt: a character may begin there, and so does the text."""
-        self._table = pieces.of(skip_special)
+        pieces = tokenizer.pieces
+        self._table = pieces.of(skip_special_tokens)
         context, self._pending = _decode(b"".join([self._table[id] for id in prompt_tail]))
         # Bytes in _pending are the prompt's. If what follows doesn't complete them, their U+FFFD isn't ours to give.
         self._in_prompt = bool(self._pending)

@@ -11,10 +11,10 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from runtime.chat import ChatTemplate, ChatTemplateError
+from runtime.chat import ChatTemplate, TemplateError
 from runtime.pieces import Pieces, UnsupportedDecoder
 
-__all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError"]
+__all__ = ["TemplateError", "Tokenizer", "TokenizerError"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -26,7 +26,7 @@ class TokenizerError(ValueError):
 class Tokenizer:
     """The tokenizer of a model folder. Its methods may be called from several threads at once.
 
-    Raises TokenizerError where a file is missing or damaged, ChatTemplateError where the template doesn't compile.
+    Raises TokenizerError where a file is missing or damaged, TemplateError where the template doesn't compile.
     """
 
     def __init__(self, folder: str | Path, chat_template: str | Path = "", model_folder: str | Path = "") -> None:
@@ -63,9 +63,9 @@ class Tokenizer:
         """The text of ids that begin a text. Bytes that are not UTF-8 become U+FFFD."""
         return self.pieces.decode(ids, skip_special)
 
-    def token_bytes(self, id: int) -> bytes:
-        """What one token adds to a text, special tokens included; b"" for ids without a token."""
-        return self.pieces.bytes[id]
+    def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
+        """What each token adds to a text, special tokens included; b"" for an id without a token."""
+        return [self.pieces.bytes[id] for id in ids]
 
     def token_id(self, token: str | None) -> int | None:
         """The id of a token by its name in the vocabulary."""
@@ -82,26 +82,42 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        /,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt text of a chat. Raises ChatTemplateError, with a sentence for the client."""
+        """The prompt text of a chat, by default up to where the answer begins.
+
+        ``continue_final_message`` ends it inside the last message instead. ``template_kwargs`` go to the template.
+        Raises TemplateError, with a sentence for the client.
+        """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
-            raise ChatTemplateError("this model has no chat template: use completions, or set model.chat_template")
-        return template.render(messages, tools, add_generation_prompt, {**self.special_tokens, **template_kwargs})
+            raise TemplateError("this model has no chat template: use completions, or set model.chat_template")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        return template.render(
+            messages,
+            tools,
+            {**self.special_tokens, **template_kwargs},
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        /,
+        **kwargs: Any,
     ) -> list[int]:
-        """The prompt ids of a chat; the template itself writes the special tokens."""
-        text = self.render_chat(messages, tools, add_generation_prompt, **template_kwargs)
-        return self.encode(text, add_special=False)
+        """The ids of ``render_chat``; the template itself writes the special tokens."""
+        return self.encode(self.render_chat(messages, tools, **kwargs), add_special=False)
 
     # -- loading
 
