@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from runtime.chat import ChatTemplate, TemplateError
 from runtime.pieces import Pieces, UnsupportedDecoder
@@ -40,7 +39,6 @@ class Tokenizer:
         self.special_tokens: dict[str, str] = {
             name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None
         }
-        self._frame(config)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -55,7 +53,7 @@ class Tokenizer:
     # -- ids and text
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """The ids of a text. ``add_special`` puts the begin mark in front where the model wants one."""
+        """The ids of a text. ``add_special`` puts the begin mark in front where tokenizer.json says so."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
         return ids
 
@@ -129,16 +127,6 @@ class Tokenizer:
                 flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
                 added = tokenizers.AddedToken(token["content"], special=bool(token.get("special")), **flags)
                 self._tokenizer.add_tokens([added])
-
-    def _frame(self, config: Mapping[str, Any]) -> None:
-        """Where tokenizer_config.json says so, its begin and end marks replace those of tokenizer.json."""
-        if "add_bos_token" not in config and "add_eos_token" not in config:
-            return
-        begin = self.special_tokens.get("bos_token") if config.get("add_bos_token") else None
-        end = self.special_tokens.get("eos_token") if config.get("add_eos_token") else None
-        marks = [(mark, number) for mark in (begin, end) if (number := self.token_id(mark)) is not None]
-        single = " ".join([*([begin] if begin else []), "$A", *([end] if end else [])])
-        self._tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=marks)
 
     def _find_ends(self, model_folder: Path) -> tuple[int, ...]:
         """Every token that ends an answer: by generation_config.json, else by config.json; and the tokenizer's."""
