@@ -94,15 +94,73 @@ class StallingIndex:
 @contextmanager
 def stalling_index(path: Path) -> Iterator[StallingIndex]:
     index = StallingIndex(path)
-    thread = threading.Thread(target=index.server.serve_forever, args=(0.05,))
+    with served(index.server):
+        try:
+            yield index
+        finally:
+            index.release.set()
+
+
+@contextmanager
+def served(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Runs a server in a thread; its address."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
-        yield index
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        index.release.set()
-        index.server.shutdown()
+        server.shutdown()
         thread.join()
-        index.server.server_close()
+        server.server_close()
+
+
+def model_hub(folder: Path) -> ThreadingHTTPServer:
+    """A model hub with one model, ``owner/name``; the gated one is ``owner/gated``."""
+    commit = "0" * 40
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0].removeprefix("/")
+            match path.split("/", 5):
+                case ["api", "models", "owner", "name", "revision", "main"]:
+                    self.answer(json.dumps({"id": "owner/name", "sha": commit, "siblings": []}).encode())
+                case ["api", "models", "owner", "name", "tree", _]:
+                    files = [
+                        {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": file.name}
+                        for file in folder.iterdir()
+                    ]
+                    self.answer(json.dumps(files).encode())
+                case ["owner", "name", "resolve", _, file] if (folder / file).is_file():
+                    self.answer((folder / file).read_bytes(), etag=file)
+                case ["api", "models", "owner", "gated", *_]:
+                    self.refuse(403, "GatedRepo")
+                case ["api", "models", "owner", "name", *_]:
+                    self.refuse(404, "RevisionNotFound")
+                case _:
+                    self.refuse(404, "RepoNotFound")
+
+        do_HEAD = do_GET
+
+        def answer(self, content: bytes, etag: str = "") -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("X-Repo-Commit", commit)
+            if etag:
+                self.send_header("ETag", f'"{etag}"')
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        def refuse(self, status: int, code: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.send_header("X-Error-Code", code)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
 _START = """

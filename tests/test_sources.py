@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from ggufkit import random_model, write_gguf
-from sourcekit import Start, plain_folder, processes_with, stalling_index, wheel
+from sourcekit import Start, model_hub, plain_folder, processes_with, served, stalling_index, wheel
 from textkit import model_folder
 
 from runtime.names import DEFAULT_SOURCE, derive_name, kind_of
@@ -373,28 +373,31 @@ def test_the_default_model_is_whole() -> None:
 # ------------------------------------------------------------------------------------------------ the hub
 
 
-def hub(tmp_path: Path, code: str, **settings: str) -> str:
-    """Runs code in a process of its own: huggingface_hub reads its settings when it is imported."""
+def hub(tmp_path: Path, source: str = "owner/name", **settings: str) -> str:
+    """What a process of its own says of a source: huggingface_hub reads its settings when it is imported."""
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache"), **settings}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", ASK, source], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 ASK = """
+import sys
 from runtime.sources import SourceError, cached, resolve
+source, = sys.argv[1:] or ["owner/name"]
+most = [0]
 try:
-    files = resolve("owner/name")
-    print(files.name, len(files.weights), cached("owner/name") == files)
+    files = resolve(source, lambda phase, done, total: most.append(done) if phase == "download" else None)
+    print(files.name, len(files.weights), cached(source) == files, max(most))
 except SourceError as error:
     print(error)
 """
 
 
 def test_the_hub_out_of_reach_is_one_sentence(tmp_path: Path) -> None:
-    said = hub(tmp_path, ASK, HF_ENDPOINT="http://127.0.0.1:9")
+    said = hub(tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
     assert "\n" not in said
     assert said.startswith(
         "owner/name can't be fetched from the model hub: it is not in the cache and the hub can't be"
@@ -408,6 +411,21 @@ def test_what_the_hub_gave_once_needs_no_network(tmp_path: Path) -> None:
     plain_folder(home / "snapshots" / commit, shards=2)
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(commit)
-    assert hub(tmp_path, ASK, HF_HUB_OFFLINE="1") == "owner/name 2 True"
+    assert hub(tmp_path, HF_HUB_OFFLINE="1") == "owner/name 2 True 0"
     (home / "snapshots" / commit / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors is missing" in hub(tmp_path, ASK, HF_HUB_OFFLINE="1")
+    assert "model-00002-of-00002.safetensors is missing" in hub(tmp_path, HF_HUB_OFFLINE="1")
+
+
+def test_a_model_from_the_hub_is_fetched_once(tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "served", shards=2)
+    write_gguf(folder / "tiny-q4.gguf", random_model("llama"))
+    (folder / "README.md").write_text("x" * 100_000)
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    with served(model_hub(folder)) as address:
+        assert hub(tmp_path, HF_ENDPOINT=address) == f"owner/name 2 True {size}"
+        assert hub(tmp_path, "owner/name/tiny-q4.gguf", HF_ENDPOINT=address).startswith("tiny-q4 1 True")
+        assert "it has no revision 'v9'" in hub(tmp_path, "owner/name@v9", HF_ENDPOINT=address)
+        assert "there is no such model there" in hub(tmp_path, "owner/other", HF_ENDPOINT=address)
+        assert "its owner gives access on request" in hub(tmp_path, "owner/gated", HF_ENDPOINT=address)
+    assert hub(tmp_path, HF_ENDPOINT="http://127.0.0.1:9") == "owner/name 2 True 0"
+    assert hub(tmp_path, "owner/name/tiny-q4.gguf", HF_ENDPOINT="http://127.0.0.1:9") == "tiny-q4 1 True 0"
