@@ -5,6 +5,7 @@ sentence that names the key, what was given, what is allowed and, for a misspelt
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -226,6 +227,8 @@ def _check(struct: type, data: Mapping[str, Any], prefix: str, problems: list[st
             continue
         try:
             msgspec.convert(value, fields[name])
+            if isinstance(value, float) and not math.isfinite(value):
+                raise msgspec.ValidationError
         except msgspec.ValidationError:
             allowed = f"{_allowed(fields[name])}{_nearest(value, bare)}"
             problems.append(f"{key}: {_given(value)} was given; allowed: {allowed}")
