@@ -13,12 +13,12 @@ import actors
 
 from .config import Config
 from .detokenize import TextStream
-from .handshakes import DetokenizerUp, FrontendUp
+from .handshakes import DetokenizerUp, FrontendUp, ModelUp
 from .mailbox import DataPlane, Outbox
 from .messages import Opened, StepText, StepTokens, TextRow, TokenRow
 from .peers import MODEL, Peers, value, wait_up
-from .sources import ModelFiles
 from .tokenizer import Tokenizer
+from .tokenizing import open_tokenizer
 
 
 class _Live:
@@ -30,11 +30,11 @@ class _Live:
         self.opened, self.attempt, self.told = opened, opened.attempt, False
         replay = np.frombuffer(opened.output, "<i4").tolist()
         self.stream = TextStream(
-            tokenizer,
+            tokenizer.pieces,
             prompt_tail=np.frombuffer(opened.prompt_tail, "<i4").tolist(),
             stop=opened.stop,
             include_stop=opened.include_stop,
-            skip_special_tokens=opened.skip_special_tokens,
+            skip_special=opened.skip_special_tokens,
         )
         self.stream.push(replay)
         self.start = len(replay)
@@ -107,9 +107,9 @@ class Detokenization:
 async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: DataPlane | None = None) -> None:
     """The actor, as a task (``plane``: its process's) or as a process of its own. Started value: ``DetokenizerUp``."""
     ctx.progress("wait for the model files")
-    files = await wait_up(ctx, MODEL, ModelFiles)
+    files = await wait_up(ctx, MODEL, ModelUp)
     ctx.progress("load the tokenizer")
-    tokenizer = await anyio.to_thread.run_sync(partial(Tokenizer, files.folder), abandon_on_cancel=True)
+    tokenizer = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
     texts = Detokenization(tokenizer)
     plane = plane or DataPlane()
     outboxes: dict[str, Outbox] = {}

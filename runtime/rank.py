@@ -12,12 +12,11 @@ import zmq
 import actors
 
 from .config import Config
-from .handshakes import DetokenizerUp, FrontendUp, SchedulerUp
+from .handshakes import DetokenizerUp, FrontendUp, ModelUp, SchedulerUp
 from .mailbox import DataPlane, Outbox, SocketMailbox
 from .messages import Abort, Flush, StepTokens, Submit, ToScheduler
 from .peers import DETOKENIZER, METRICS, MODEL, Peers, value
 from .report import Report
-from .sources import ModelFiles
 
 REPORT_PERIOD_S = 0.25
 
@@ -32,7 +31,7 @@ class Rank:
         self.poller = zmq.Poller()
         self.poller.register(self.mailbox.socket, zmq.POLLIN)
         self.poller.register(ctx.wakeup_fd, zmq.POLLIN)
-        self.files: ModelFiles | None = None
+        self.files: ModelUp | None = None
         self.stopping = False
         self._outbox: Outbox | None = None
         self._via = 0  # generation of the detokenizer that ``_outbox`` leads to
@@ -129,7 +128,7 @@ class Rank:
         for notice in self.ctx.notices():
             match notice:
                 case actors.Up(path=path) if path == MODEL:
-                    self.files = value(notice, ModelFiles)
+                    self.files = value(notice, ModelUp)
                 case actors.Up(path=path) if path == DETOKENIZER:
                     self._connect(value(notice, DetokenizerUp).address, notice.generation)
                 case actors.Down(path=path) if path == DETOKENIZER:

@@ -24,7 +24,7 @@ from runtime.names import (
     package_ref,
 )
 
-__all__ = ["ModelFiles", "Progress", "SourceError", "describe", "resolve"]
+__all__ = ["ModelFiles", "Progress", "SourceError", "describe", "is_here", "resolve"]
 
 T = TypeVar("T")
 
@@ -67,6 +67,24 @@ def resolve(source: str, progress: Progress = _silent, *, tokenizer: str = "", w
             raise SourceError(_unknown(source))
     progress("check", 0, None)
     return _checked(source, folder, tokenizer, weights)
+
+
+def is_here(source: str) -> bool:
+    """Whether ``resolve`` needs neither a download nor a conversion: it takes milliseconds then."""
+    path = Path(source).expanduser().resolve()
+    match kind_of(source):
+        case "folder":
+            file = _only_gguf(path)
+            return file is None or _cached_conversion(file)
+        case "gguf":
+            return _cached_conversion(path)
+        case "pypi":
+            package = _known(package_ref(source))
+            return cached(_package_key(package), _package_origin(package)) is not None
+        case "hub":
+            return False  # the hub is asked for a newer revision
+        case _:
+            return True  # and says at once what is wrong
 
 
 def describe(source: str, *, tokenizer: str = "", weights: bool = True) -> str:
@@ -195,9 +213,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _converted(path: Path, progress: Progress) -> Path:
+    return build_once(*_conversion(path), _converter(path, progress), progress)
+
+
+def _cached_conversion(path: Path) -> bool:
+    return cached(*_conversion(path)) is not None
+
+
+def _conversion(path: Path) -> tuple[str, dict[str, Any]]:
+    """The cache entry of a converted file, and what it is made from."""
     stat = path.stat()
     made_from = {"file": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, _CONVERTER: CONVERTER_VERSION}
-    return build_once(f"{path.stem}-{_short_hash(str(path))}", made_from, _converter(path, progress), progress)
+    return f"{path.stem}-{_short_hash(str(path))}", made_from
 
 
 def _converter(path: Path, progress: Progress) -> Callable[[Path], dict[str, Any]]:
