@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# What kind of error ended a request: the client's frontend words its status code by it.
+ErrorCode = Literal["", "queue_full", "deadline", "too_long", "not_finite", "shutdown", "internal"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,6 +50,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     priority: int = 0  # larger runs earlier
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     budget_s: float | None = None  # time left until the request's deadline
+    via: int = 0  # generation of the detokenizer that the frontend counts on: not before the scheduler knows it too
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -98,6 +101,7 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
     error: str = ""  # with finish == "error": what happened and what to do
+    code: ErrorCode = ""
     stop_token: bool = False  # finish == "stop" because of the last token, which is then not part of the text
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -129,15 +133,20 @@ class StepTokens(msgspec.Struct, frozen=True, tag="step"):
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
-    """One request's news for its frontend. ``offset`` = characters of output text before ``text``."""
+    """One request's news for its frontend.
+
+    ``start`` and ``offset`` say how many output tokens and characters of output text came before these.
+    """
 
     id: int
     attempt: int
+    start: int
     tokens: tuple[int, ...]
     offset: int
     text: str
     finish: FinishReason | None = None
     error: str = ""
+    code: ErrorCode = ""
     stop_match: str | int | None = None  # the stop string or stop token id that ended it
     prompt_tokens: int = 0
     cached_tokens: int = 0
