@@ -10,6 +10,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,22 @@ import numpy.typing as npt
 
 from runtime.engine.batch import Batch, Runner, SlotTable, StepResult
 from runtime.engine.request import Key, Request
-from runtime.engine.scheduler import EngineConfig, Scheduler
-from runtime.messages import FinishReason, Opened, StepTokens, Submit, TokenLogprobs, TokenRow
+from runtime.engine.scheduler import Counts, EngineConfig, Scheduler
+from runtime.messages import (
+    ErrorCode,
+    FinishReason,
+    Opened,
+    SamplingParams,
+    StepTokens,
+    Submit,
+    TokenLogprobs,
+    TokenRow,
+)
 
 # How many prompt tokens the detokenizer gets as the left context of the text.
 TAIL_TOKENS = 8
 
-QUEUE_FULL = "the server's queue is full"
+_NO_ROWS: npt.NDArray[np.int64] = np.zeros((4, 0), np.int64)
 
 
 class EngineCore:
@@ -49,13 +59,10 @@ class EngineCore:
         self._flights: deque[tuple[Batch, Any]] = deque()
         self._opened: list[Opened] = []
         self._news: list[TokenRow] = []
-        self._plain: npt.NDArray[np.int64] = np.zeros((4, 0), np.int64)
+        self._plain = _NO_ROWS
         self._origins: dict[str, int] = {}
         self._watch = _Watch(self._eos)
-        self._steps = 0
-        self._generated_tokens = 0
-        self._computed_tokens = 0
-        self._seconds = {"plan": 0.0, "launch": 0.0, "wait": 0.0, "finish": 0.0}
+        self._counts = _Counts()
 
     # Words from outside
 
@@ -70,9 +77,9 @@ class EngineCore:
         request = Request.of(submit, self._eos, self.scheduler.max_tokens)
         self._arrivals += 1
         request.arrival = self._arrivals
-        refusal = self._refusal(submit, request)
+        refusal, code = self._refusal(submit, request)
         if refusal:
-            self._end(request, "error", error=refusal)
+            self._end(request, "error", refusal, code)
             return
         if request.resumed_tokens and self._stops(request, int(request.tokens[-1]), len(request.tokens) - 1):
             self._end(request, "stop", stop_token=True)
@@ -90,7 +97,14 @@ class EngineCore:
         """Forget a request, wherever it is; no answer comes. An unknown or newer one is left alone."""
         request = self._requests.get((origin, id))
         if request is not None and request.attempt <= attempt:
+            self._counts.aborted_requests += 1
             self._forget(request)
+
+    def abort_origin(self, origin: str) -> None:
+        """Forget all requests of a frontend that is gone."""
+        for request in list(self._requests.values()):
+            if request.origin == origin:
+                self.abort(origin, request.id, request.attempt)
 
     def expire(self, origin: str, id: int, attempt: int) -> None:
         """End a request whose time is up."""
@@ -99,7 +113,8 @@ class EngineCore:
             done = self._known_tokens(request) - request.prompt_tokens
             where = "waiting to run" if request.slot < 0 else "running"
             self._forget(request)
-            self._end(request, "error", error=f"the request's time was up while it was {where}, after {done} tokens")
+            what = f"the request's time was up while it was {where}, after {done} tokens of output"
+            self._end(request, "error", what, "deadline")
 
     def flush(self) -> int:
         """Drop cached prefixes that nobody uses. Returns how many pages that were."""
@@ -107,6 +122,19 @@ class EngineCore:
 
     def has_work(self) -> bool:
         return bool(self._requests or self._flights or self._news)
+
+    def warm_up(self) -> None:
+        """Run a short request through the empty engine, so that the first client's does not find everything cold."""
+        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        self.submit(Submit("", 0, 0, np.zeros(min(self.table.page_tokens, 16), np.int32).tobytes(), params))
+        while self.has_work():
+            self.step()
+        self.flush()
+        self._counts, self.scheduler.counts = _Counts(), Counts()
+
+    def close(self) -> None:
+        """Give the runner's memory back."""
+        self.runner.close()
 
     # A round
 
@@ -116,27 +144,25 @@ class EngineCore:
             self.expire(late.origin, late.id, late.attempt)
         started = time.perf_counter()
         batch = self.scheduler.plan(busy=bool(self._flights))
-        planned = launched = collected = finished = time.perf_counter()
+        planned = launched = collected = time.perf_counter()
         for request, cached_tokens in self.scheduler.admitted:
             self._open(request, cached_tokens)
         self.scheduler.admitted.clear()
         if batch is not None:
             self._flights.append((batch, self.runner.launch(batch)))
-            launched = collected = finished = time.perf_counter()
+            launched = collected = time.perf_counter()
         if self._flights and (batch is None or len(self._flights) >= self.runner.depth):
             batch, handle = self._flights.popleft()
             result = self.runner.collect(handle)
             collected = time.perf_counter()
             self._read(batch, result)
-            finished = time.perf_counter()
-        for phase, seconds in (
-            ("plan", planned - started),
-            ("launch", launched - planned),
-            ("wait", collected - launched),
-            ("finish", finished - collected),
-        ):
-            self._seconds[phase] += seconds
-        return self._message()
+        message = self._message()
+        counts = self._counts
+        counts.schedule_s += planned - started
+        counts.launch_s += launched - planned
+        counts.collect_s += collected - launched
+        counts.output_s += time.perf_counter() - collected
+        return message
 
     def overdue(self) -> list[Request]:
         """The requests whose time is up by the clock; the only place that looks at it to decide something."""
@@ -157,11 +183,11 @@ class EngineCore:
         ends = batch.cached + batch.extend  # where the sampled tokens stand
         live = rows.live[slots]
         scheduler.collected(batch)
-        self._steps += 1
-        self._computed_tokens += int(batch.extend.sum())
+        self._counts.steps += 1
+        self._counts.computed_tokens += int(batch.extend.sum())
         took = live & batch.sample
         self.table.tokens[slots[took], ends[took]] = tokens[took]
-        self._generated_tokens += int(np.count_nonzero(took))
+        self._counts.generated_tokens += int(np.count_nonzero(took))
         notable = self._watch.hits(tokens) | rows.verbose[slots] | (tokens < 0) | (ends + 1 >= rows.limit[slots])
         notable[batch.decodes :] = True
         plain = live & ~notable
@@ -179,7 +205,7 @@ class EngineCore:
         if sampled and token < 0:
             self._drop(request, poisoned=True)
             what = f"the model's output for token {end - request.prompt_tokens} was not a number (NaN or infinite)"
-            self._end(request, "error", error=f"{what}; this request is lost, others are not concerned")
+            self._end(request, "error", f"{what}; this request is lost, others are not concerned", "not_finite")
             return
         if request.scores is not None:
             self._read_scores(request, row, batch, result)
@@ -269,6 +295,7 @@ class EngineCore:
         tokens: tuple[int, ...],
         finish: FinishReason | None = None,
         error: str = "",
+        code: ErrorCode = "",
         stop_token: bool = False,
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
@@ -276,15 +303,28 @@ class EngineCore:
         if request.scores is not None:
             scores, request.scores = tuple(request.scores), None
         self._news.append(
-            TokenRow(request.origin, request.id, request.attempt, tokens, finish, error, stop_token, logprobs, scores)
+            TokenRow(
+                request.origin,
+                request.id,
+                request.attempt,
+                tokens,
+                finish=finish,
+                error=error,
+                code=code,
+                stop_token=stop_token,
+                logprobs=logprobs,
+                prompt_logprobs=scores,
+            )
         )
 
-    def _end(self, request: Request, finish: FinishReason, error: str = "", stop_token: bool = False) -> None:
+    def _end(
+        self, request: Request, finish: FinishReason, error: str = "", code: ErrorCode = "", stop_token: bool = False
+    ) -> None:
         """The last word of a request that gets no token with it."""
         self._open(request, 0)
         if finish == "error":
             request.scores = None
-        self._tell(request, (), finish, error, stop_token)
+        self._tell(request, (), finish, error, code, stop_token)
 
     def _message(self) -> StepTokens | None:
         plain = self._plain
@@ -297,53 +337,72 @@ class EngineCore:
             plain=plain.tobytes(),
         )
         self._opened, self._news = [], []
-        self._plain = plain[:, :0]
+        self._plain = _NO_ROWS
         if not self._requests:
             self._origins = {}
         return message
 
-    def _refusal(self, submit: Submit, request: Request) -> str:
+    def _refusal(self, submit: Submit, request: Request) -> tuple[str, ErrorCode]:
         """Why this request can never run, or not now; empty if it can."""
         prompt, pool_tokens = request.prompt_tokens, self.scheduler.pool.total * self.table.page_tokens
         if not prompt:
-            return "the prompt is empty: it must have at least one token"
+            return "the prompt is empty: it must have at least one token", "internal"
         if prompt + min(request.params.max_tokens, 1) > self.table.context_tokens:
             what = f"the context of {self.table.context_tokens} tokens"
-            return f"the prompt has {prompt} tokens, which leaves no room for an answer in {what}"
+            return f"the prompt has {prompt} tokens, which leaves no room for an answer in {what}", "too_long"
         if prompt > pool_tokens:
-            return f"the prompt has {prompt} tokens, but the KV pool holds {pool_tokens}: it can never run here"
-        if self.scheduler.queue_full and not submit.attempt:
-            return f"{QUEUE_FULL}: {len(self.scheduler.line)} requests are waiting; try again later"
-        return ""
+            what = f"the KV pool holds {pool_tokens}"
+            return f"the prompt has {prompt} tokens, but {what}: it can never run here", "too_long"
+        # Who comes again after a death that was none of its doing is let in: it had its place.
+        if self.scheduler.queue_full and submit.attempt <= 1 and not submit.output:
+            return f"the queue is full: {len(self.scheduler.line)} requests wait already; try again later", "queue_full"
+        return "", ""
 
     # Insight
 
-    def stats(self) -> dict[str, int | float]:
-        """Gauges of this moment and counters since the start."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
+    def stats(self) -> dict[str, float]:
+        """Figures for the metrics: gauges of this moment, and counters since the start."""
+        scheduler, pool, counts = self.scheduler, self.scheduler.pool, self._counts
         return {
-            "running_requests": len(scheduler.running),
-            "waiting_requests": len(scheduler.line),
-            "total_pages": pool.total,
-            "free_pages": pool.free,
-            "used_pages": pool.used,
-            "cached_pages": pool.cached,
-            "evictable_pages": scheduler.tree.evictable_pages,
-            "page_tokens": self.table.page_tokens,
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.line),
+            "kv_pages_free": pool.free,
+            "kv_pages_cached": pool.cached,
+            "kv_pages_used": pool.used,
+            "kv_pages_evictable": scheduler.tree.evictable_pages,
             "caution": scheduler.caution,
-            "steps_total": self._steps,
-            "computed_tokens_total": self._computed_tokens,
-            "generated_tokens_total": self._generated_tokens,
-            "prompt_tokens_total": scheduler.prompt_tokens,
-            "hit_tokens_total": scheduler.hit_tokens,
-            "retractions_total": scheduler.retractions,
-            **{f"{phase}_seconds_total": seconds for phase, seconds in self._seconds.items()},
+            "steps": counts.steps,
+            "computed_tokens": counts.computed_tokens,
+            "generated_tokens": counts.generated_tokens,
+            "aborted_requests": counts.aborted_requests,
+            "prompt_tokens": scheduler.counts.prompt_tokens,
+            "cached_tokens": scheduler.counts.cached_tokens,
+            "retractions": scheduler.counts.retractions,
+            "evicted_pages": scheduler.counts.evicted_pages,
+            "phase_schedule_s": counts.schedule_s,
+            "phase_launch_s": counts.launch_s,
+            "phase_collect_s": counts.collect_s,
+            "phase_output_s": counts.output_s,
         }
 
     def check(self) -> None:
         """Assert the invariants of everything that owns pages and slots. Walks the whole cache: for idle moments."""
         self.scheduler.check()
         assert len(self._requests) == len(self.scheduler.running) + len(self.scheduler.line)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Since the start. Seconds by phase: scheduling, launching, waiting for the runner, reading its tokens."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    aborted_requests: int = 0
+    schedule_s: float = 0.0
+    launch_s: float = 0.0
+    collect_s: float = 0.0
+    output_s: float = 0.0
 
 
 class _Watch:

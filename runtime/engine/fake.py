@@ -37,7 +37,8 @@ def next_tokens(kv: U64, positions: I32, seeds: U64, vocab: int) -> I32:
     with np.errstate(over="ignore"):
         bits = (kv ^ seeds) * _MIX + positions.astype(np.uint64) * _ODD
         bits = (bits ^ (bits >> np.uint64(31))) * _MIX
-        return ((bits >> np.uint64(33)) % np.uint64(vocab)).astype(np.int32)
+        tokens: I32 = ((bits >> np.uint64(33)) % np.uint64(vocab)).astype(np.int32)
+        return tokens
 
 
 def continuation(

@@ -50,6 +50,16 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
+@dataclass(slots=True)
+class Counts:
+    """Since the start; of requests that were admitted for the first time."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, found in the cache
+    retractions: int = 0
+    evicted_pages: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """What a request leaves behind, until ``step``, the last that uses it, is through."""
@@ -71,9 +81,7 @@ class Scheduler:
         self.line = WaitingLine(config.policy)
         self.running: dict[Request, None] = {}  # in order of admission
         self.caution = CAUTION_START
-        self.retractions = 0
-        self.hit_tokens = 0
-        self.prompt_tokens = 0
+        self.counts = Counts()
         self.admitted: list[tuple[Request, int]] = []  # since the caller last took them, with their cached tokens
         self._prefilling: dict[Request, None] = {}  # running, with a gap of known tokens
         self._decoding: I32 = _NONE  # slots of the rows that decode; edited when one joins or leaves
@@ -91,6 +99,7 @@ class Scheduler:
         self._new_slots: list[int] = []
         self._page_slots: list[I32] = []
         self._page_indices: list[I32] = []
+        self._swapped: list[tuple[Request, int, int]] = []  # whose pages, from which index on, and how many
 
     @property
     def max_tokens(self) -> int:
@@ -165,6 +174,10 @@ class Scheduler:
             rows.decoding[slots[:decodes]] = rows.length[slots[:decodes]] < rows.limit[slots[:decodes]]
             self._leaving = True
         self.caution = max(CAUTION_LEAST, self.caution * CAUTION_DECAY)
+        for request, first, count in self._swapped:
+            if request.slot >= 0:
+                self._page_slots.append(np.full(count, request.slot, np.int32))
+                self._page_indices.append(np.arange(first, first + count, dtype=np.int32))
         page_slots = np.concatenate(self._page_slots) if self._page_slots else _NONE
         page_indices = np.concatenate(self._page_indices) if self._page_indices else _NONE
         batch = Batch(
@@ -179,7 +192,7 @@ class Scheduler:
             page_indices=page_indices,
             page_values=self.table.pages[page_slots, page_indices],
         )
-        self._new_slots, self._page_slots, self._page_indices = [], [], []
+        self._new_slots, self._page_slots, self._page_indices, self._swapped = [], [], [], []
         return batch
 
     def _edit_decoding(self) -> None:
@@ -293,8 +306,8 @@ class Scheduler:
         self._announce(request)
         cached_tokens = min(matched, request.prompt_tokens)
         if not request.opened:
-            self.hit_tokens += cached_tokens
-            self.prompt_tokens += request.prompt_tokens
+            self.counts.cached_tokens += cached_tokens
+            self.counts.prompt_tokens += request.prompt_tokens
         self.admitted.append((request, cached_tokens))
 
     def _cached_tokens(self, request: Request) -> int:
@@ -375,8 +388,7 @@ class Scheduler:
         if len(known):
             copies = row[first : first + len(known)].copy()
             row[first : first + len(known)] = known
-            self._page_slots.append(np.full(len(known), slot, np.int32))
-            self._page_indices.append(np.arange(first, first + len(known), dtype=np.int32))
+            self._swapped.append((request, first, len(known)))
             self._let_go(Held(int(self.rows.last_step[slot]), copies))
 
     # Leaving
@@ -416,7 +428,7 @@ class Scheduler:
         if request.scores is not None:
             request.scores = [None]
         self.line.join(request)
-        self.retractions += 1
+        self.counts.retractions += 1
         self.caution = min(1.0, self.caution * 1.5 + 0.05)
         self._edit_decoding()
 
@@ -446,7 +458,9 @@ class Scheduler:
 
     def _take(self, count: int) -> I32:
         if count > self.pool.free:
-            self.pool.reclaim(self.tree.evict(count - self.pool.free))
+            evicted = self.tree.evict(count - self.pool.free)
+            self.pool.reclaim(evicted)
+            self.counts.evicted_pages += len(evicted)
         return self.pool.take(count)
 
     def _let_go(self, held: Held) -> None:
