@@ -13,10 +13,11 @@ import actors
 
 from .config import Config
 from .detokenize import TextStream
-from .handshakes import DetokenizerUp, FrontendUp, ModelUp
+from .handshakes import DetokenizerUp, FrontendUp
 from .mailbox import DataPlane, Outbox
 from .messages import Opened, StepText, StepTokens, TextRow, TokenRow
 from .peers import MODEL, Peers, value, wait_up
+from .sources import ModelFiles
 from .tokenizer import Tokenizer
 from .tokenizing import open_tokenizer
 
@@ -107,7 +108,7 @@ class Detokenization:
 async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: DataPlane | None = None) -> None:
     """The actor, as a task (``plane``: its process's) or as a process of its own. Started value: ``DetokenizerUp``."""
     ctx.progress("wait for the model files")
-    files = await wait_up(ctx, MODEL, ModelUp)
+    files = await wait_up(ctx, MODEL, ModelFiles)
     ctx.progress("load the tokenizer")
     tokenizer = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
     texts = Detokenization(tokenizer)
@@ -123,7 +124,7 @@ async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: 
         origin = ""
         async for notice in ctx.watch(path):
             if isinstance(notice, actors.Up):
-                origin = value(notice, FrontendUp).origin
+                origin = value(notice.value, FrontendUp).origin
             elif origin:
                 texts.forget(origin)
                 if (outbox := outboxes.pop(origin, None)) is not None:

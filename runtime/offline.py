@@ -50,7 +50,7 @@ class Engine:
             config = resolved(model)
         else:
             config = load_config(None, [*([] if model is None else [f"model.source={model}"]), *settings])
-        files = find(config)
+        files = find(config.model)
         self.config = config
         self.core, self.info = build(config, files, lambda phase, done, total: None)
         self.tokenizer = open_tokenizer(files, config)

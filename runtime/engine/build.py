@@ -6,9 +6,9 @@ from collections.abc import Callable
 from runtime.config import Config
 from runtime.engine.batch import Runner, SlotTable
 from runtime.engine.core import EngineCore
-from runtime.handshakes import ModelUp
 from runtime.models.config import ModelConfig
 from runtime.service import ModelInfo
+from runtime.sources import ModelFiles
 
 Phase = Callable[[str, int | None, int | None], None]
 
@@ -16,7 +16,7 @@ Phase = Callable[[str, int | None, int | None], None]
 RUNNING_REQUESTS = {"cpu": 32, "cuda": 256}
 
 
-def build(config: Config, files: ModelUp, phase: Phase) -> tuple[EngineCore, ModelInfo]:
+def build(config: Config, files: ModelFiles, phase: Phase) -> tuple[EngineCore, ModelInfo]:
     """The engine of one replica on one device, ready for its first step. ``phase`` is told (name, done, total) bytes.
 
     Raises ModelError: one sentence that says what to change.
@@ -50,7 +50,7 @@ def build(config: Config, files: ModelUp, phase: Phase) -> tuple[EngineCore, Mod
 
 
 def _runner(
-    device: str, config: Config, files: ModelUp, model: ModelConfig, slots: SlotTable, phase: Phase
+    device: str, config: Config, files: ModelFiles, model: ModelConfig, slots: SlotTable, phase: Phase
 ) -> Runner:
     options = {
         "dtype": config.model.dtype,
