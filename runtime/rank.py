@@ -100,7 +100,7 @@ class Rank:
                 self._take(message)
 
     def _wait(self, timeout_s: float | None) -> None:
-        self.poller.poll(None if timeout_s is None else timeout_s * 1000)
+        self.poller.poll(None if timeout_s is None else int(timeout_s * 1000))
 
     def _take(self, message: ToScheduler) -> None:
         if isinstance(message, Submit):

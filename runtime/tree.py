@@ -23,6 +23,7 @@ from typing import Any
 
 import anyio
 import sniffio
+from msgspec import structs
 
 import actors
 
@@ -151,8 +152,8 @@ async def open_tree(
     """
     if listener is not None and sniffio.current_async_library() != "trio":
         # The front needs trio; on another loop it is a process with a loop of its own.
-        placement = config.supervision.placement.replace(frontend="process")
-        config = config.with_placement(placement)
+        placement = structs.replace(config.supervision.placement, frontend="process")
+        config = structs.replace(config, supervision=structs.replace(config.supervision, placement=placement))
     names = [f"{HTTP}/frontend{i}" for i in range(config.http.frontends)] if listener is not None else []
     peers = Peers(
         frontends=(*names, *([CLIENT] if with_client else [])),
