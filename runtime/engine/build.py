@@ -74,9 +74,13 @@ def _runner(
 ) -> Runner:
     more: dict[str, Any] = {}
     if device == "cuda":
-        from runtime.engine.cuda import CudaRunner as runner
+        from runtime.engine.cuda import CudaRunner
+
+        make: Any = CudaRunner
     else:
-        from runtime.engine.cpu import CpuRunner as runner
+        from runtime.engine.cpu import CpuRunner
+
+        make = CpuRunner
 
         more["threads"] = config.engine.threads
     runner: Runner = make(
