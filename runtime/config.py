@@ -43,6 +43,7 @@ class EngineSection(Struct, frozen=True, forbid_unknown_fields=True):
     max_running_requests: Annotated[int, _doc("requests computed at a time; 0 = the device's default", ge=0)] = 0
     max_queued_requests: Annotated[int, _doc("requests that may wait; more are refused with 429", ge=0)] = 1024
     step_tokens: Annotated[int, _doc("token budget of a step; 0 = the device's default", ge=0)] = 0
+    mixed_tokens: Annotated[int, _doc("of these, prompt tokens while others generate; 0 = the device's", ge=0)] = 0
     policy: Annotated[Literal["fcfs", "lpm"], _doc("who is next: first come, or longest cached prefix")] = "fcfs"
     prefix_cache: Annotated[bool, _doc("keep and share the KV of common prefixes")] = True
     eviction: Annotated[Literal["lru", "lfu"], _doc("which cached prefix goes first")] = "lru"

@@ -5,6 +5,7 @@ A request is named by ``(origin, id)``: the frontend's mailbox address and a num
 its resubmissions, so that words of an earlier incarnation are told from the present one's and dropped.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -107,10 +108,28 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="step"):
-    """Scheduler rank 0 -> detokenizer: one message per step."""
+    """Scheduler rank 0 -> detokenizer: one message per step.
+
+    Most requests of most steps get one token and no other news; these *plain* rows travel as columns, the others as
+    ``TokenRow`` in ``news``. A request has at most one row in a message. ``rows`` shows all of them alike.
+    """
 
     opened: tuple[Opened, ...]
-    rows: tuple[TokenRow, ...]
+    news: tuple[TokenRow, ...]
+    origins: tuple[str, ...] = ()
+    plain: bytes = b""  # int64[4, plain rows]: index into origins, id, attempt, token
+
+    def plain_rows(self) -> Iterator[tuple[str, int, int, int]]:
+        """(origin, id, attempt, token) of each plain row."""
+        cells = memoryview(self.plain).cast("q").tolist()
+        n = len(cells) // 4
+        origins = [self.origins[index] for index in cells[:n]]
+        return zip(origins, cells[n : 2 * n], cells[2 * n : 3 * n], cells[3 * n :], strict=True)
+
+    @property
+    def rows(self) -> tuple[TokenRow, ...]:
+        plain = [TokenRow(origin, id, attempt, (token,)) for origin, id, attempt, token in self.plain_rows()]
+        return (*plain, *self.news)
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):

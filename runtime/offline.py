@@ -17,10 +17,10 @@ import msgspec
 from .config import Config, load_config, resolved
 from .detokenizer import Detokenization
 from .engine.build import build
+from .fetch import find
 from .messages import FinishReason, SamplingParams, Submit, TextRow, TokenLogprobs
 from .service import BadRequest, Delta
-from .sources import resolve
-from .tokenizer import Tokenizer
+from .tokenizing import open_tokenizer
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
@@ -50,10 +50,10 @@ class Engine:
             config = resolved(model)
         else:
             config = load_config(None, [*([] if model is None else [f"model.source={model}"]), *settings])
-        files = resolve(config.model.source, lambda phase, done, total: None)
+        files = find(config.model)
         self.config = config
         self.core, self.info = build(config, files, lambda phase, done, total: None)
-        self.tokenizer = Tokenizer(files.folder)
+        self.tokenizer = open_tokenizer(files, config)
         self._texts = Detokenization(self.tokenizer)
         self._next = 0
 
@@ -65,7 +65,7 @@ class Engine:
         A prompt is a text, token ids or chat messages. ``params`` or its fields apply to all; without a seed each
         prompt draws its own. Raises BadRequest for a prompt that can't be taken, before anything runs.
         """
-        many = [prompts] if _is_one(prompts) else list(prompts)
+        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         answers = [Completion() for _ in many]
         numbers: dict[int, int] = {}
         for at, row in self._run([self._ids(prompt) for prompt in many], params, fields, numbers):
@@ -128,7 +128,7 @@ class Engine:
             return self.tokenizer.encode(prompt)
         if prompt and isinstance(prompt[0], dict):
             messages: Any = prompt
-            return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special=False)
+            return self.tokenizer.encode_chat(messages)
         ids: Any = prompt
         return list(ids)
 

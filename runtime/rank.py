@@ -100,7 +100,7 @@ class Rank:
                 self._take(message)
 
     def _wait(self, timeout_s: float | None) -> None:
-        self.poller.poll(None if timeout_s is None else timeout_s * 1000)
+        self.poller.poll(None if timeout_s is None else int(timeout_s * 1000))
 
     def _take(self, message: ToScheduler) -> None:
         if isinstance(message, Submit):
@@ -129,13 +129,13 @@ class Rank:
         for notice in self.ctx.notices():
             match notice:
                 case actors.Up(path=path) if path == MODEL:
-                    self.files = value(notice, ModelFiles)
+                    self.files = value(notice.value, ModelFiles)
                 case actors.Up(path=path) if path == DETOKENIZER:
-                    self._connect(value(notice, DetokenizerUp).address, notice.generation)
+                    self._connect(value(notice.value, DetokenizerUp).address, notice.generation)
                 case actors.Down(path=path) if path == DETOKENIZER:
                     self._disconnect()
                 case actors.Up(path=path) if path in self.peers.frontends:
-                    self._origins[path] = value(notice, FrontendUp).origin
+                    self._origins[path] = value(notice.value, FrontendUp).origin
                 case actors.Down(path=path) if path in self._origins:
                     self.core.abort_origin(self._origins.pop(path))
                 case actors.Stop():

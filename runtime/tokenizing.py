@@ -23,12 +23,16 @@ THREADS = 2  # tokenizing releases the GIL, but the machine has better things to
 TRIES = 3
 
 
+def open_tokenizer(files: ModelFiles, config: Config) -> Tokenizer:
+    return Tokenizer(files.tokenizer, config.model.chat_template, files.folder)
+
+
 async def tokenizer(ctx: actors.Context, config: Config) -> None:
     """The actor. Calls: ``encode``, ``encode_chat`` (ids, or a sentence that says why not), ``decode`` (text)."""
     ctx.progress("wait for the model files")
     files = await wait_up(ctx, MODEL, ModelFiles)
     ctx.progress("load the tokenizer")
-    words = await anyio.to_thread.run_sync(partial(Tokenizer, files.folder), abandon_on_cancel=True)
+    words = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
     threads = anyio.CapacityLimiter(THREADS)
 
     async def work(size: int, function: Any) -> Any:
@@ -38,7 +42,7 @@ async def tokenizer(ctx: actors.Context, config: Config) -> None:
 
     async def encode(payload: tuple[str, bool], info: actors.CallInfo) -> list[int]:
         text, special = payload
-        ids: list[int] = await work(len(text), partial(words.encode, text, add_special=special))
+        ids: list[int] = await work(len(text), partial(words.encode, text, special))
         return ids
 
     async def decode(ids: list[int], info: actors.CallInfo) -> str:
@@ -50,10 +54,9 @@ async def tokenizer(ctx: actors.Context, config: Config) -> None:
 
         def run() -> list[int] | str:
             try:
-                text = words.render_chat(messages, tools, **kwargs)
+                return words.encode_chat(messages, tools, **kwargs)
             except TemplateError as error:
                 return str(error)
-            return words.encode(text, add_special=False)
 
         return await work(sum(len(str(message)) for message in messages), run)
 
