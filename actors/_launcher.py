@@ -106,7 +106,7 @@ class LocalLauncher:
                     [sys.executable, "-P", _CHILD, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stderr=stderr_write,
-                    pass_fds=(theirs.fileno(), stacks),
+                    pass_fds=(theirs.fileno(), stacks, *spec.pass_fds),
                     env={**os.environ, **spec.env},
                     start_new_session=True,
                 )
