@@ -22,7 +22,7 @@ from .requests import Request, RequestTable
 from .service import BadRequest, Delta, ModelInfo, Sink, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
-REPORT_PERIOD_S = 0.25
+REPORT_PERIOD_S = 0.1
 
 
 class Frontend:

@@ -19,7 +19,7 @@ from .peers import DETOKENIZER, METRICS, MODEL, Peers, value
 from .report import Report
 from .sources import ModelFiles
 
-REPORT_PERIOD_S = 0.25
+REPORT_PERIOD_S = 0.1
 
 
 class Rank:
@@ -38,7 +38,8 @@ class Rank:
         self._via = 0  # generation of the detokenizer that ``_outbox`` leads to
         self._early: list[Submit] = []  # those that count on a detokenizer we have not heard of yet
         self._origins: dict[str, str] = {}  # frontend's path -> its origin
-        self._reported = 0.0
+        self._reported_at = 0.0
+        self._reported: dict[str, float] = {}
         self._phases_s: dict[str, float] = {}
         self._phase_began = time.monotonic()
         self._phase = ""
@@ -90,9 +91,10 @@ class Rank:
                 step = core.step()
                 if step is not None:
                     self._send(step)
-                self._report(time.monotonic(), soon=not core.has_work())
+                self._report(soon=False)
                 self._hear()
             else:
+                self._report(soon=True)
                 self.ctx.beat("idle")
                 self._wait(beat_s)
                 self._hear()

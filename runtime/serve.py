@@ -65,21 +65,23 @@ async def _serve(config: Config, listener: socket.socket, console: Console) -> i
 async def _mind_signals(signals: AsyncIterator[int], tree: Tree, console: Console) -> None:
     """The first signal drains, the second ends at once."""
     supervision = tree.config.supervision
-    async with anyio.create_task_group() as tasks:
+    first = await anext(signals)
+    console.stopping(signal.Signals(first).name)
+    second = 0
+    async with anyio.create_task_group() as patience:
 
-        async def drain() -> None:
-            await tree.drain(supervision.drain_timeout_s)
-            await tree.supervisor.stop(supervision.stop_timeout_s)
-            raise _Ended(0)
+        async def hurry() -> None:
+            nonlocal second
+            second = await anext(signals)
+            console.stopping(signal.Signals(second).name)
+            patience.cancel_scope.cancel()
 
-        first = await anext(signals)
-        console.stopping(signal.Signals(first).name)
-        tasks.start_soon(drain)
-        second = await anext(signals)
-        console.stopping(signal.Signals(second).name)
-        with anyio.CancelScope(shield=True):
-            await tree.supervisor.stop(0.0)
-        raise _Ended(128 + second)
+        patience.start_soon(hurry)
+        await tree.drain(supervision.drain_timeout_s)
+        patience.cancel_scope.cancel()
+    with anyio.CancelScope(shield=True):
+        await tree.supervisor.stop(0.0 if second else supervision.stop_timeout_s)
+    raise _Ended(128 + second if second else 0)
 
 
 def _verdict(error: BaseException, console: Console) -> int:
