@@ -1,9 +1,10 @@
-"""What the terminal shows of a start: a live table on a terminal, plain lines anywhere else; then the URL and the times.
+"""What the terminal shows of a start: a live table, or plain lines where it is none; then the URL and the times.
 
 Only presentation: it is fed the tree's events, and neither blocks nor raises. Once the server is ready, what happens to
 its actors is logged.
 """
 
+import contextlib
 import logging
 import sys
 import time
@@ -134,10 +135,8 @@ class Console:
             self._say(f"{now:6.1f} s  {path}: {words}")
 
     def _say(self, line: str) -> None:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; the server goes on
             print(line, file=self._stream, flush=True)
-        except (OSError, ValueError):
-            pass  # nobody reads it any more; the server goes on
 
     def _now(self) -> float:
         return time.monotonic() - self._began
@@ -149,15 +148,16 @@ class Console:
         from rich.text import Text
 
         now = self._now()
-        table = Table.grid(padding=(0, 2))
-        for path, actor in self._actors.items():
+        table = Table.grid(padding=(0, 1))
+        for path, actor in list(self._actors.items()):  # rich calls this from a thread of its own
             colour = {"started": "green", "ended": "red"}.get(actor.state, "yellow")
             seconds = (now if actor.ended is None else actor.ended) - actor.began
             words = _progress(actor.progress) if actor.state == "starting" else actor.state
             bar: Any = ""
             if actor.state == "starting" and actor.progress.total and actor.progress.done is not None:
-                bar = ProgressBar(total=actor.progress.total, completed=actor.progress.done, width=24)
-            table.add_row(Text("●", colour), Text(path), Text(f"{seconds:.1f} s", justify="right"), Text(words), bar)
+                bar = ProgressBar(total=actor.progress.total, completed=actor.progress.done, width=12)
+            what = Text(words, no_wrap=True, overflow="ellipsis")
+            table.add_row(Text("●", colour), Text(path), Text(f"{seconds:.1f} s", justify="right"), what, bar)
         table.add_row("", Text(f"starting {self._config.model.name}", "dim"), Text(f"{now:.1f} s"), "", "")
         return table
 

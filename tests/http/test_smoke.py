@@ -1,4 +1,3 @@
-import httpx
 
 
 def test_x(http, model):
