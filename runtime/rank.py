@@ -157,12 +157,15 @@ class Rank:
 
     # --- figures
 
-    def _report(self, now: float, *, soon: bool) -> None:
-        if soon or now - self._reported >= REPORT_PERIOD_S:
-            self._reported = now
-            self.ctx.cast_nowait(
-                METRICS, Report(self.ctx.path, {**self.core.stats(), "garbage_frames": self.mailbox.garbage})
-            )
+    def _report(self, *, soon: bool) -> None:
+        """Tell the metrics actor where we are: now and then while steps go on, and before falling asleep."""
+        now = time.monotonic()
+        if not soon and now - self._reported_at < REPORT_PERIOD_S:
+            return
+        figures = {**self.core.stats(), "garbage_frames": self.mailbox.garbage}
+        if figures != self._reported:
+            self._reported_at, self._reported = now, figures
+            self.ctx.cast_nowait(METRICS, Report(self.ctx.path, figures))
 
 
 def scheduler(ctx: actors.ThreadContext, config: Config, peers: Peers) -> None:
