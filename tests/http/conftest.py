@@ -61,7 +61,12 @@ class Server:
         return trio.from_thread.run_sync(function, *args, trio_token=self._token)
 
     def tasks(self) -> int:
-        return self.call(trio.lowlevel.current_statistics).tasks_living
+        """Living tasks, as a condition of ``wait_until`` sees them."""
+
+        async def count() -> int:
+            return trio.lowlevel.current_statistics().tasks_living
+
+        return trio.from_thread.run(count, trio_token=self._token)
 
     def begin_shutdown(self, budget_s: float | None = None) -> None:
         self._budget_s = budget_s
