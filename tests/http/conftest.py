@@ -37,7 +37,7 @@ class Server:
         assert self._up.wait(10)
 
     async def _main(self) -> None:
-        self._token = trio.lowlevel.current_trio_token()
+        self.token = trio.lowlevel.current_trio_token()
         self._shutdown = trio.Event()
         self._budget_s: float | None = None
         with trio.CancelScope() as self._scope:
@@ -58,7 +58,7 @@ class Server:
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run something on the server's loop."""
-        return trio.from_thread.run_sync(function, *args, trio_token=self._token)
+        return trio.from_thread.run_sync(function, *args, trio_token=self.token)
 
     def tasks(self) -> int:
         """Living tasks, as a condition of ``wait_until`` sees them."""
@@ -66,7 +66,7 @@ class Server:
         async def count() -> int:
             return trio.lowlevel.current_statistics().tasks_living
 
-        return trio.from_thread.run(count, trio_token=self._token)
+        return trio.from_thread.run(count, trio_token=self.token)
 
     def begin_shutdown(self, budget_s: float | None = None) -> None:
         self._budget_s = budget_s
@@ -94,7 +94,7 @@ class Server:
                 while not condition():  # noqa: ASYNC110
                     await trio.sleep(0.002)
 
-        trio.from_thread.run(watch, trio_token=self._token)
+        trio.from_thread.run(watch, trio_token=self.token)
 
 
 @contextmanager

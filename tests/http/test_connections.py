@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable
 
+import httpx
 import pytest
 import trio
 from conftest import Server
 from scripted import ScriptedService
-from wirelevel import request
+from wirelevel import Answer, request
 
 Start = Callable[..., Server]
 COMPLETION = {"model": "scripted", "prompt": "Hi", "max_tokens": 30, "temperature": 0}
@@ -148,6 +149,30 @@ def test_rubbish_during_a_stream_harms_nobody_else(start: Start) -> None:
     server.wait_until(lambda: not server.front.exchanges)
 
 
+def test_http_2_takes_the_long_way(start: Start) -> None:
+    server = start()
+    with httpx.Client(base_url=server.url, http1=False, http2=True) as http:
+        response = http.post("/v1/completions", json=STREAM)
+        assert response.http_version == "HTTP/2" and response.text.endswith("data: [DONE]\n\n")
+        plain = http.post("/v1/completions", json=COMPLETION).json()
+    assert joined(response.content) == plain["choices"][0]["text"]
+    assert server.front.stats.fast_writes == 0 < server.front.stats.woken_writes
+
+
+def test_websockets_are_refused(start: Start) -> None:
+    server = start()
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    with server.connect() as sock:
+        sock.send(request("/v1/completions", headers=headers | {"Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="}))
+        assert sock.head()[0] in (400, 403, 404, 405)
+    with server.connect() as sock:
+        assert sock.ask("/health").status == 200
+
+
+def joined(body: bytes) -> str:
+    return Answer(200, {}, body, whole=True).text
+
+
 class TestDisconnect:
     """A client that leaves frees what it held."""
 
@@ -273,6 +298,30 @@ class TestSlowReaders:
 
 
 class TestFastPath:
+    def test_nothing_is_written_while_the_server_sends(self, start: Start) -> None:
+        server = start(ScriptedService(step_s=0.001))
+        with server.connect() as sock:
+            text = sock.begin("/v1/completions", STREAM | {"max_tokens": 300, "ignore_eos": True})
+
+            async def hold_the_send_lock() -> int:
+                (exchange,) = server.front.exchanges
+                (generation,) = server.service.live
+                assert exchange.link is not None
+                async with exchange.link.server.send_lock:
+                    written, generated = server.front.stats.fast_writes, generation.completion_tokens
+                    while generation.completion_tokens < generated + 20:
+                        await trio.lowlevel.checkpoint()
+                    return server.front.stats.fast_writes - written
+
+            assert trio.from_thread.run(hold_the_send_lock, trio_token=server.token) == 0
+            while chunk := sock.chunk():
+                text += chunk
+            assert chunk == b""
+            with server.connect() as other:
+                assert other.ask("/v1/completions", STREAM | {"max_tokens": 300, "ignore_eos": True}).text == joined(
+                    text
+                )
+
     def test_streams_are_written_by_the_task_that_reads_the_engine(self, start: Start) -> None:
         server = start()
         socks = [server.connect() for _ in range(4)]

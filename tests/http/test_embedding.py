@@ -15,6 +15,7 @@ import trio
 from hypercorn.config import Config
 from quart import Quart
 from quart_trio import QuartTrio
+from quart_trio.asgi import TrioASGIHTTPConnection
 from scripted import ScriptedService
 from sse import ask, stream
 
@@ -24,10 +25,12 @@ import runtime_http
 class Host:
     """Somebody's app under their own hypercorn, in a thread."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, connection_class: Any = None) -> None:
         self.backend = backend
         self.service = ScriptedService(step_s=0.001)
         app = self.app = QuartTrio("theirs") if backend == "trio" else Quart("theirs")
+        if connection_class is not None:
+            app.asgi_http_class = connection_class
 
         @app.get("/theirs")
         async def theirs() -> str:
@@ -115,6 +118,22 @@ def test_a_client_that_leaves_frees_its_slot(host: Host, flag: bool) -> None:
             if "scripted_running 0" in http.get("/llm/metrics").text:
                 break
         assert host.service.aborted == 1
+
+
+def test_their_own_connection_class_does_not_leak() -> None:
+    """quart-trio's own cancels a request while its end is being sent; the connection would stay open."""
+
+    class Theirs(TrioASGIHTTPConnection): ...
+
+    host = Host("trio", Theirs)
+    try:
+        for path in ("/llm/health", "/theirs"):
+            with socket.create_connection(host.socket.getsockname(), timeout=5) as sock:
+                sock.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                while sock.recv(4096):
+                    pass
+    finally:
+        host.close()
 
 
 def test_streams_on_trio_take_the_short_way() -> None:
