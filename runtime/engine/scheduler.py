@@ -111,6 +111,10 @@ class Scheduler:
         return self.pool.free + self.tree.evictable_pages
 
     @property
+    def _has_slot(self) -> bool:
+        return bool(self._free_slots) and len(self.running) < self._most_running
+
+    @property
     def queue_full(self) -> bool:
         room = self._most_running - len(self.running)
         return len(self.line) >= self.config.max_queued_requests + room
@@ -215,26 +219,25 @@ class Scheduler:
         if decodes:
             room = min(room, self.config.mixed_tokens)
         grants: dict[Request, int] = {}
-        queue = list(self._prefilling)
+        queue = sorted(self._prefilling, key=lambda request: -request.priority)
+        waiting = self.line.first if admit else None
+        if queue and waiting is not None and waiting.priority > queue[0].priority:
+            room = self._admit(grants, room, above=queue[0].priority)
         overtakers: list[Request] = []
         if queue:
             first, gap = queue[0], self._gap(queue[0])
             kept_back = 0
             if gap > room:
                 overtakers = [request for request in queue[1:] if self._gap(request) * SHORT_RATIO <= gap]
-                waiting = self.line.first if admit else None
                 if overtakers or (waiting is not None and len(waiting.tokens) * SHORT_RATIO <= gap):
                     kept_back = room // 2
-            self._grant(grants, first, room - kept_back)
+            room -= self._grant(grants, first, room - kept_back)
         for request in overtakers:
-            self._grant(grants, request, room - sum(grants.values()))
-        left = room - sum(grants.values())
-        if left > 0 and admit and self.line:
-            left = self._admit(grants, left)
+            room -= self._grant(grants, request, room)
+        if waiting is not None:
+            room = self._admit(grants, room)
         for request in queue:
-            if left <= 0:
-                break
-            left -= self._grant(grants, request, left)
+            room -= self._grant(grants, request, room)
         return grants
 
     def _gap(self, request: Request) -> int:
@@ -255,12 +258,15 @@ class Scheduler:
         grants[request] = given + tokens
         return tokens
 
-    def _admit(self, grants: dict[Request, int], room: int) -> int:
-        """Let waiting requests in while budget, slots and memory allow. Returns what is left of the budget."""
+    def _admit(self, grants: dict[Request, int], room: int, above: int | None = None) -> int:
+        """Let waiting requests in (of a priority ``above``) while budget, slots and memory allow.
+
+        Returns what is left of the budget.
+        """
         promised = -1.0
         sharing = self.config.prefix_cache
-        for request in self.line.candidates(self._cached_tokens):
-            if room <= 0 or len(self.running) >= self._most_running or not self._free_slots:
+        for request in self.line.candidates(self._cached_tokens) if room > 0 and self._has_slot else ():
+            if room <= 0 or not self._has_slot or (above is not None and request.priority <= above):
                 break
             node, matched = self.tree.root, 0
             if sharing and request.scores is None:
@@ -320,7 +326,7 @@ class Scheduler:
     def _promised_pages(self) -> float:
         """What the running requests are expected to take from now on."""
         rows = self.rows
-        slots = np.array([request.slot for request in self.running], np.int32)
+        slots = np.flatnonzero(rows.live)
         length = rows.length[slots]
         ahead = np.minimum(rows.limit[slots] - length, HORIZON_TOKENS) * self.caution
         missing = np.maximum(length + ahead - rows.capacity[slots], 0)
