@@ -126,7 +126,9 @@ def test_a_higher_attempt_replaces_the_lower(depth: int) -> None:
     bench.submit(1, [1, 2, 3], attempt=1, max_tokens=9, ignore_eos=True)
     bench.step()
     bench.submit(1, [1, 2, 3], attempt=2, max_tokens=9, ignore_eos=True)
-    bench.submit(1, [1, 2, 3], attempt=1, max_tokens=9, ignore_eos=True)  # stale: left unread
+    bench.step()
+    for attempt in (1, 2):  # stale, and told before: left unread
+        bench.submit(1, [1, 2, 3], attempt=attempt, max_tokens=9, ignore_eos=True)
     bench.core.abort("here", 1, 1)  # stale too
     bench.drain()
     bench.assert_right(1, 2)
@@ -158,7 +160,16 @@ def test_not_finite_logits_fail_that_request_only(depth: int) -> None:
     bench.drain()
     bench.assert_right(1)
     last = bench.client.last[2, 0]
-    assert last.finish == "error" and "not a number" in last.error
+    assert (last.finish, last.code) == ("error", "not_finite") and "not a number" in last.error
+
+
+@depths
+def test_what_was_not_finite_is_not_cached(depth: int) -> None:
+    bench = Bench(depth=depth)
+    for id in range(2):
+        bench.submit(id, [1, 2, 3, 4, 5, 6, 7, 8, POISON], max_tokens=20)
+        bench.drain()
+        assert bench.client.opened[id, 0].cached_tokens == 0
 
 
 class Clock:
@@ -227,12 +238,22 @@ def test_a_burst_with_one_prefix_computes_it_once(depth: int) -> None:
 
 
 @depths
+def test_followers_do_not_wait_for_their_leaders_end(depth: int) -> None:
+    bench = Bench(depth=depth)
+    prefix = [token % VOCAB for token in range(40)]
+    bench.submit(1, [*prefix, 1], max_tokens=50, ignore_eos=True)
+    bench.submit(2, [*prefix, 2], max_tokens=2, ignore_eos=True)
+    bench.drain()
+    assert [row.id for row in bench.client.rows if row.finish is not None] == [2, 1]
+    assert bench.client.opened[2, 0].cached_tokens == 40
+
+
+@depths
 def test_followers_go_on_when_their_leader_is_aborted(depth: int) -> None:
-    bench = Bench(depth=depth, step_tokens=8)
+    bench = Bench(depth=depth)
     prefix = [token % VOCAB for token in range(40)]
     for id in range(4):
         bench.submit(id, [*prefix, id], max_tokens=4, ignore_eos=True)
-    bench.step()
     bench.step()
     bench.core.abort("here", 0, 0)
     bench.core.abort("here", 2, 0)
@@ -388,6 +409,7 @@ def test_any_interleaving(
         core.scheduler.check()
     bench.drain()
     assert bench.runner.largest_prefill <= mixed_tokens
+    assert core.stats()["generated_tokens"] == sum(map(len, client.tokens.values()))
     for id, attempt in newest.items():
         key = id, attempt
         tokens_wanted, _ = bench.expected(*key)

@@ -160,6 +160,17 @@ def test_the_lowest_priority_is_put_back_first() -> None:
     assert [row.id for row in bench.client.rows if row.finish is not None] == [1, 2, 0]
 
 
+@depths
+def test_a_prompt_that_finds_no_page_waits_or_comes_again(depth: int) -> None:
+    bench = Bench(depth=depth, pages=16, page_tokens=4, mixed_tokens=1)
+    bench.submit(1, prompt(4, 1), max_tokens=55, ignore_eos=True)
+    bench.submit(2, prompt(40, 2), max_tokens=10, ignore_eos=True)
+    bench.core.scheduler.caution = 0.1
+    bench.drain()
+    bench.assert_right(1)
+    bench.assert_right(2)
+
+
 def test_caution_learns_from_retractions_and_forgets() -> None:
     bench = Bench(pages=16, page_tokens=4, slots=4)
     scheduler = bench.core.scheduler
