@@ -76,17 +76,17 @@ class Load:
         for _ in range(cached_prefixes):
             self._cache(self.rng.integers(10, 32_000, 2 * PAGE_TOKENS, dtype=np.int32))
         if cached_prefixes:  # and fill what is left, so that every page that is taken must be evicted first
-            left = self.core.scheduler.pool.free // 2
+            left = self.core.scheduler.memory.pool.free // 2
             for _ in range(left):
                 self._cache(self.rng.integers(10, 32_000, 2 * PAGE_TOKENS, dtype=np.int32))
         self.shared = self.rng.integers(10, 32_000, 96, dtype=np.int32)
 
     def _cache(self, tokens: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
-        scheduler = self.core.scheduler
-        tree, pages = scheduler.tree, scheduler.pool.take(2)
+        memory = self.core.scheduler.memory
+        tree, pages = memory.tree, memory.pool.take(2)
         tree.lock(tree.root)
         node, known = tree.extend(tree.root, tokens, pages)
-        scheduler.pool.keep(2 - len(known))
+        memory.pool.keep(2 - len(known))
         tree.unlock(node)
 
     def submit(self, max_tokens: int) -> None:

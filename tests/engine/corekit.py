@@ -87,12 +87,12 @@ class Bench:
             self.step()
         assert not self.core.has_work(), "the engine does not come to rest"
         self.core.check()
-        pool = self.core.scheduler.pool
+        pool = self.core.scheduler.memory.pool
         assert pool.used == 0 and pool.free + pool.cached == pool.total
 
     def expected(self, id: int, attempt: int = 0) -> tuple[list[int], str]:
         prompt, params = self.sent[id, attempt]
-        return continuation(prompt, params, EOS, self.runner.vocab, self.core.scheduler.max_tokens)
+        return continuation(prompt, params, EOS, self.runner.vocab, self.core.max_tokens)
 
     def assert_right(self, id: int, attempt: int = 0, had: int = 0) -> None:
         tokens, finish = self.expected(id, attempt)
