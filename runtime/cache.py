@@ -31,7 +31,7 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "runtime-serve"
 
 
-def cached(key: str, made_from: dict[str, Any]) -> Path | None:
+def find_entry(key: str, made_from: dict[str, Any]) -> Path | None:
     """The entry, if it is there, whole, and made from this."""
     entry = _entry(key)
     try:
@@ -50,13 +50,13 @@ def build_once(
 
     What ``build`` returns is kept in the manifest. Blocks; one process builds, others wait for it.
     """
-    if entry := cached(key, made_from):
+    if entry := find_entry(key, made_from):
         return entry
     entry = _entry(key)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry, progress):
-            if found := cached(key, made_from):
+            if found := find_entry(key, made_from):
                 return found
             _sweep(entry)
             _build(entry, made_from, build)

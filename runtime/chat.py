@@ -16,41 +16,69 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-class ChatTemplateError(ValueError):
+class TemplateError(ValueError):
     """The template is broken or refuses these messages; one sentence for the client."""
 
 
 class ChatTemplate:
-    """One compiled template. Raises ChatTemplateError if it doesn't compile."""
+    """One compiled template. Raises TemplateError if it doesn't compile."""
 
     def __init__(self, text: str) -> None:
         try:
             self._template = _environment().from_string(text)
         except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(f"the chat template is broken in line {error.lineno}: {error.message}") from error
+            raise TemplateError(f"the chat template is broken in line {error.lineno}: {error.message}") from error
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
         values: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
     ) -> str:
-        """The text of a chat. ``values`` are further names that the template may ask for."""
+        """The text of a chat. ``values`` are further names that the template may ask for.
+
+        ``continue_final_message`` ends the text inside the last message, for the model to go on with it.
+        """
+        chat = [_message(message) for message in messages]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise TemplateError("add_generation_prompt and continue_final_message exclude each other: choose one")
+            _mark_end(chat)
         try:
-            return self._template.render(
+            text = self._template.render(
                 **{
                     "documents": None,
                     **values,
-                    "messages": [_message(message) for message in messages],
+                    "messages": chat,
                     "tools": list(tools) if tools else None,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"the chat template refuses these messages: {error.message}") from error
+            raise TemplateError(f"the chat template refuses these messages: {error.message}") from error
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ChatTemplateError(f"the chat template can't render these messages: {error}") from error
+            raise TemplateError(f"the chat template can't render these messages: {error}") from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+# Stands in a rendered text where the last message ends. Templates may strip its space together with the message's own.
+_MARK = "THE_FINAL_MESSAGE_ENDS_HERE "
+
+
+def _mark_end(chat: list[dict[str, Any]]) -> None:
+    if not chat or not isinstance(chat[-1].get("content"), str):
+        raise TemplateError("continue_final_message is set, but the last message has no text to continue")
+    chat[-1]["content"] += _MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    before, mark, after = text.rpartition(_MARK.strip())
+    if not mark:
+        raise TemplateError("this model's chat template leaves out the last message, so it can't be continued")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

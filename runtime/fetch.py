@@ -11,21 +11,23 @@ import anyio
 import actors
 
 from .config import Config, ModelSection
-from .handshakes import ModelUp
-from .sources import Progress, is_here, resolve
+from .peers import value
+from .sources import ModelFiles, Progress, cached, resolve
 
 
 async def model(ctx: actors.Context, config: Config) -> None:
-    """The actor. Started value: ``ModelUp``."""
+    """The actor. Started value: ``ModelFiles``."""
     ctx.progress("find the model")
-    if not await anyio.to_thread.run_sync(is_here, config.model.source, abandon_on_cancel=True):
-        await _fetched(ctx, config)
-    find = partial(_find, config.model, lambda phase, done, total: None)
-    ctx.started(await anyio.to_thread.run_sync(find, abandon_on_cancel=True))
+    section = config.model
+    find = partial(cached, section.source, tokenizer=section.tokenizer, weights=not section.dummy_weights)
+    files = await anyio.to_thread.run_sync(find, abandon_on_cancel=True)
+    if files is None:
+        files = await _fetched(ctx, config)
+    ctx.started(files)
     await anyio.sleep_forever()
 
 
-async def _fetched(ctx: actors.Context, config: Config) -> None:
+async def _fetched(ctx: actors.Context, config: Config) -> ModelFiles:
     limit_s = config.supervision.start_timeout_max_s
     spec = actors.ChildSpec(
         "fetch",
@@ -39,19 +41,14 @@ async def _fetched(ctx: actors.Context, config: Config) -> None:
         title="runtime: fetch",
     )
     async with ctx.open_supervisor() as supervisor:
-        await supervisor.start(spec)
+        return value((await supervisor.start(spec)).value, ModelFiles)
 
 
 def fetch(ctx: actors.ThreadContext, section: ModelSection) -> None:
     """The process that fetches. It is started when the files are in the cache, and ends then."""
-    ctx.started(_find(section, ctx.progress))
+    ctx.started(find(section, ctx.progress))
 
 
-def _find(section: ModelSection, progress: Progress) -> ModelUp:
-    files = resolve(section.source, progress, tokenizer=section.tokenizer, weights=not section.dummy_weights)
-    return ModelUp(str(files.folder), str(files.tokenizer))
-
-
-def find(config: Config) -> ModelUp:
-    """The model's files, for a program without a tree. Blocks; raises SourceError."""
-    return _find(config.model, lambda phase, done, total: None)
+def find(section: ModelSection, progress: Progress = lambda phase, done, total: None) -> ModelFiles:
+    """The model's files, fetched and converted first if need be. Blocks; raises SourceError."""
+    return resolve(section.source, progress, tokenizer=section.tokenizer, weights=not section.dummy_weights)

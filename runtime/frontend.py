@@ -13,7 +13,7 @@ import anyio
 import actors
 
 from .config import Config
-from .handshakes import DetokenizerUp, FrontendUp, SchedulerUp
+from .handshakes import FrontendUp, SchedulerUp
 from .mailbox import DataPlane, LocalMailbox, Outbox, SocketMailbox
 from .messages import SamplingParams, StepText
 from .peers import DETOKENIZER, METRICS, Peers, value, walk
@@ -86,7 +86,7 @@ class Frontend:
         text: bytes = await self._ctx.call(METRICS, "render", None, timeout=5.0)
         return text
 
-    def flush_cache(self) -> None:
+    async def flush_cache(self) -> None:
         self._table.flush()
 
     def open(
@@ -149,7 +149,7 @@ class Frontend:
                 self._outbox.close()
                 self._outbox = None
             if isinstance(notice, actors.Up):
-                up = value(notice, SchedulerUp)
+                up = value(notice.value, SchedulerUp)
                 self._info = self._info or up.model
                 self._outbox = plane.connect(up.address)
                 self._resumed()
@@ -162,7 +162,6 @@ class Frontend:
     async def watch_detokenizer(self) -> None:
         async for notice in self._ctx.watch(DETOKENIZER):
             if isinstance(notice, actors.Up):
-                value(notice, DetokenizerUp)
                 self._resumed()
                 self._table.detokenizer_up(notice.generation)
             else:

@@ -5,13 +5,6 @@ import msgspec
 from .service import ModelInfo
 
 
-class ModelUp(msgspec.Struct, frozen=True):
-    """Where the model's files are."""
-
-    folder: str
-    tokenizer: str  # the folder with tokenizer.json
-
-
 class DetokenizerUp(msgspec.Struct, frozen=True):
     """``address``: where the scheduler sends its steps."""
 

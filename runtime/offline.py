@@ -50,7 +50,7 @@ class Engine:
             config = resolved(model)
         else:
             config = load_config(None, [*([] if model is None else [f"model.source={model}"]), *settings])
-        files = find(config)
+        files = find(config.model)
         self.config = config
         self.core, self.info = build(config, files, lambda phase, done, total: None)
         self.tokenizer = open_tokenizer(files, config)
@@ -65,7 +65,7 @@ class Engine:
         A prompt is a text, token ids or chat messages. ``params`` or its fields apply to all; without a seed each
         prompt draws its own. Raises BadRequest for a prompt that can't be taken, before anything runs.
         """
-        many = [prompts] if _is_one(prompts) else list(prompts)
+        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         answers = [Completion() for _ in many]
         numbers: dict[int, int] = {}
         for at, row in self._run([self._ids(prompt) for prompt in many], params, fields, numbers):

@@ -22,9 +22,8 @@ class Peers(msgspec.Struct, frozen=True):
     detokenizer_is_process: bool = False
 
 
-def value(notice: actors.Up, kind: type[T]) -> T:
-    """The handshake value of an actor; it arrives as plain data where the actor is a process."""
-    given: Any = notice.value
+def value(given: Any, kind: type[T]) -> T:
+    """A handshake value; it arrives as plain data where its actor is a process."""
     return given if isinstance(given, kind) else msgspec.convert(given, kind)
 
 
@@ -32,7 +31,7 @@ async def wait_up(ctx: actors.Context, path: str, kind: type[T]) -> T:
     """The handshake value of the actor at ``path``, as soon as it is up."""
     async for notice in ctx.watch(path):
         if isinstance(notice, actors.Up):
-            return value(notice, kind)
+            return value(notice.value, kind)
     raise RuntimeError(f"{path} left the tree before it was up")
 
 

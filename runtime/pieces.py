@@ -2,7 +2,8 @@
 
 The decoders of the models we serve (byte-level BPE, and SentencePiece with byte fallback) are concatenation: a text is
 the bytes of its tokens in a row, read as UTF-8. That makes decoding a table look-up that needs no context, which is
-what lets ``runtime.detokenize`` stream for the price of a look-up per token.
+what lets ``runtime.detokenize`` stream for the price of a look-up per token. (One difference from ``tokenizers``: where
+bytes of a byte fallback are not UTF-8, it replaces the whole run of them, we replace what is wrong in it.)
 """
 
 import json
@@ -55,7 +56,7 @@ class _Decoder:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self.strips_first_space = False
         self._byte_level: dict[str, int] | None = None
-        self._byte_fallback = False
+        self._byte_fallback = self._fused = False
         self._replaced: list[tuple[str, str]] = []
         whole: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {"type": "None"}
         for part in whole.get("decoders", [whole]):
@@ -68,13 +69,13 @@ class _Decoder:
             case {"type": "ByteFallback"}:
                 self._byte_fallback = True
             case {"type": "Fuse"}:
-                pass  # concatenation is what we do anyway
+                self._fused = True
             case {"type": "Replace", "pattern": {"String": old}, "content": new}:
                 self._replaced.append((old, new))
             case {"type": "Metaspace", "replacement": mark}:
                 self._replaced.append((mark, " "))
                 self.strips_first_space = part.get("prepend_scheme", "always") != "never"
-            case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if self._fused:
                 self.strips_first_space = True
             case _:
                 raise UnsupportedDecoder(f"the tokenizer's decoder {part.get('type')!r} is not supported")

@@ -12,11 +12,12 @@ import zmq
 import actors
 
 from .config import Config
-from .handshakes import DetokenizerUp, FrontendUp, ModelUp, SchedulerUp
+from .handshakes import DetokenizerUp, FrontendUp, SchedulerUp
 from .mailbox import DataPlane, Outbox, SocketMailbox
 from .messages import Abort, Flush, StepTokens, Submit, ToScheduler
 from .peers import DETOKENIZER, METRICS, MODEL, Peers, value
 from .report import Report
+from .sources import ModelFiles
 
 REPORT_PERIOD_S = 0.25
 
@@ -31,7 +32,7 @@ class Rank:
         self.poller = zmq.Poller()
         self.poller.register(self.mailbox.socket, zmq.POLLIN)
         self.poller.register(ctx.wakeup_fd, zmq.POLLIN)
-        self.files: ModelUp | None = None
+        self.files: ModelFiles | None = None
         self.stopping = False
         self._outbox: Outbox | None = None
         self._via = 0  # generation of the detokenizer that ``_outbox`` leads to
@@ -99,7 +100,7 @@ class Rank:
                 self._take(message)
 
     def _wait(self, timeout_s: float | None) -> None:
-        self.poller.poll(None if timeout_s is None else timeout_s * 1000)
+        self.poller.poll(None if timeout_s is None else int(timeout_s * 1000))
 
     def _take(self, message: ToScheduler) -> None:
         if isinstance(message, Submit):
@@ -128,13 +129,13 @@ class Rank:
         for notice in self.ctx.notices():
             match notice:
                 case actors.Up(path=path) if path == MODEL:
-                    self.files = value(notice, ModelUp)
+                    self.files = value(notice.value, ModelFiles)
                 case actors.Up(path=path) if path == DETOKENIZER:
-                    self._connect(value(notice, DetokenizerUp).address, notice.generation)
+                    self._connect(value(notice.value, DetokenizerUp).address, notice.generation)
                 case actors.Down(path=path) if path == DETOKENIZER:
                     self._disconnect()
                 case actors.Up(path=path) if path in self.peers.frontends:
-                    self._origins[path] = value(notice, FrontendUp).origin
+                    self._origins[path] = value(notice.value, FrontendUp).origin
                 case actors.Down(path=path) if path in self._origins:
                     self.core.abort_origin(self._origins.pop(path))
                 case actors.Stop():

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import TypeVar
 
 import anyio
 import trio
@@ -17,6 +18,8 @@ from .console import Console, failure_block
 from .listen import bind
 from .log import configure
 from .tree import Tree, open_tree
+
+E = TypeVar("E", bound=BaseException)
 
 
 class _Ended(Exception):
@@ -91,7 +94,7 @@ def _verdict(error: BaseException, console: Console) -> int:
     raise error
 
 
-def _find(error: BaseException, kind: type[BaseException]) -> BaseException | None:
+def _find(error: BaseException, kind: type[E]) -> E | None:
     if isinstance(error, kind):
         return error
     if isinstance(error, BaseExceptionGroup):

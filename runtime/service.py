@@ -144,7 +144,7 @@ class Service(Protocol):
         """The Prometheus text format, version 0.0.4."""
         ...
 
-    def flush_cache(self) -> None:
+    async def flush_cache(self) -> None:
         """Drop the cached prefixes that no running request uses."""
         ...
 

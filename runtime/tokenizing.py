@@ -12,10 +12,10 @@ import anyio
 import actors
 
 from .config import Config
-from .handshakes import ModelUp
 from .peers import MODEL, wait_up
 from .service import BadRequest, Unavailable
-from .tokenizer import ChatTemplateError, Tokenizer
+from .sources import ModelFiles
+from .tokenizer import TemplateError, Tokenizer
 
 # Texts up to here are handled on the event loop: about 1 ms of work.
 INLINE_CHARS = 2_000
@@ -23,14 +23,14 @@ THREADS = 2  # tokenizing releases the GIL, but the machine has better things to
 TRIES = 3
 
 
-def open_tokenizer(files: ModelUp, config: Config) -> Tokenizer:
+def open_tokenizer(files: ModelFiles, config: Config) -> Tokenizer:
     return Tokenizer(files.tokenizer, config.model.chat_template, files.folder)
 
 
 async def tokenizer(ctx: actors.Context, config: Config) -> None:
     """The actor. Calls: ``encode``, ``encode_chat`` (ids, or a sentence that says why not), ``decode`` (text)."""
     ctx.progress("wait for the model files")
-    files = await wait_up(ctx, MODEL, ModelUp)
+    files = await wait_up(ctx, MODEL, ModelFiles)
     ctx.progress("load the tokenizer")
     words = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
     threads = anyio.CapacityLimiter(THREADS)
@@ -55,7 +55,7 @@ async def tokenizer(ctx: actors.Context, config: Config) -> None:
         def run() -> list[int] | str:
             try:
                 return words.encode_chat(messages, tools, **kwargs)
-            except ChatTemplateError as error:
+            except TemplateError as error:
                 return str(error)
 
         return await work(sum(len(str(message)) for message in messages), run)
@@ -124,4 +124,4 @@ class TokenizerProxy:
         return ids
 
     def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
-        return [] if self._words is None else [self._words.token_bytes(token) for token in tokens]
+        return [] if self._words is None else self._words.token_bytes(tokens)
