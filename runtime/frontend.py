@@ -75,8 +75,13 @@ class Frontend:
                     "path": actor.path,
                     "state": actor.state,
                     "phase": actor.phase,
-                    "progress": actor.progress,
+                    "progress": {
+                        name: value
+                        for name in ("done", "total", "text")
+                        if (value := getattr(actor.progress, name)) not in (None, "")
+                    },
                     "generation": actor.generation,
+                    "pid": actor.pid if actor.kind == "process" else None,
                 }
                 for actor in actors_
             ],

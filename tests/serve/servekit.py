@@ -99,7 +99,9 @@ class StreamReply:
 
     def wait_end(self, patience_s: float = PATIENCE_S) -> Self:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._ended, patience_s), f"still open after {len(self.events)} events"
+            assert self._changed.wait_for(lambda: self._ended, patience_s), (
+                f"still open after {len(self.events)} events"
+            )
         return self
 
     def hang_up(self) -> None:
@@ -178,7 +180,12 @@ class Server:
     # --- requests
 
     def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout_s: float = PATIENCE_S
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = PATIENCE_S,
     ) -> Reply:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
