@@ -14,12 +14,13 @@ import actors
 
 from .config import Config
 from .handshakes import FrontendUp, SchedulerUp
+from .limits import check_options, checked
 from .mailbox import DataPlane, LocalMailbox, Outbox, SocketMailbox
 from .messages import SamplingParams, StepText
 from .peers import DETOKENIZER, METRICS, Peers, value, walk
 from .report import Histogram, Report
 from .requests import Request, RequestTable
-from .service import BadRequest, Delta, ModelInfo, Sink, Unavailable
+from .service import Delta, ModelInfo, Sink, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
 REPORT_PERIOD_S = 0.1
@@ -108,25 +109,11 @@ class Frontend:
             raise Unavailable("The server is shutting down and takes no new requests.", retry_after_s=5)
         if self._info is None:
             raise Unavailable("The model is still being loaded; /ready says how far it is.", retry_after_s=2)
-        self._check(self._info, prompt, params)
+        params = checked(self._info, prompt, params)
+        check_options(priority, cache_salt, deadline_s)
         request = self._table.open(prompt, params, priority=priority, salt=cache_salt, budget_s=deadline_s, sink=sink)
         self._dirty.set()
         return request
-
-    @staticmethod
-    def _check(info: ModelInfo, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not len(prompt):
-            raise BadRequest("The prompt is empty: give at least one token.", "prompt")
-        if len(prompt) + max(params.max_tokens, 1) > info.context_tokens:
-            raise BadRequest(
-                f"This model's maximum context length is {info.context_tokens} tokens. However, you requested "
-                f"{len(prompt) + params.max_tokens} tokens ({len(prompt)} in the prompt, {params.max_tokens} in the "
-                "completion). Shorten the prompt or lower max_tokens.",
-                "max_tokens" if len(prompt) < info.context_tokens else "prompt",
-                "context_length_exceeded",
-            )
-        if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-            raise BadRequest(f"Token ids must lie between 0 and {info.vocab_size - 1}.", "prompt")
 
     # --- the end
 
