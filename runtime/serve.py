@@ -88,12 +88,12 @@ def _verdict(error: BaseException, console: Console) -> int:
     ended = _find(error, _Ended)
     if ended is not None:
         return ended.code
-    for kind in (actors.ActorStartError, actors.RestartLimitExceeded):
-        if (fault := _find(error, kind)) is not None:
-            console.close()
-            print(failure_block(fault), file=sys.stderr, flush=True)
-            return 1
-    raise error
+    fault = _find(error, actors.ActorStartError) or _find(error, actors.RestartLimitExceeded)
+    if fault is None:
+        raise error
+    console.close()
+    print(failure_block(fault), file=sys.stderr, flush=True)
+    return 1
 
 
 def _find(error: BaseException, kind: type[E]) -> E | None:
