@@ -63,7 +63,7 @@ class Frontend:
 
     async def status(self) -> dict[str, Any]:
         tree = await self._ctx.snapshot()
-        actors_ = [actor for actor in walk(tree) if not actor.children]
+        actors_ = [actor for actor in walk(tree) if actor.kind != "supervisor"]
         if self.draining:
             state = "draining"
         elif self.ready():
