@@ -74,13 +74,17 @@ class Sink(Protocol):
 class Generation(Protocol):
     """One running request.
 
-    Leaving the context aborts what still runs; that neither blocks nor raises, and may be done twice. With a sink the
-    deltas go there, else they are what iterating gives; a reader that is behind finds them merged.
+    With a sink the deltas go there, else they are what iterating gives; a reader that is behind finds them merged.
+    Leaving the context aborts what still runs.
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+
+    def abort(self) -> None:
+        """Forget the request, now and without waiting: nothing is pushed any more. After its end: no effect."""
+        ...
 
     async def __aenter__(self) -> "Generation": ...
 
