@@ -1,42 +1,54 @@
-"""What the serving tree offers to those who put a front before it: the HTTP layer and embedders.
-
-Only the shapes live here, so that the HTTP layer imports no engine and a front can be tested against anything that
-keeps these promises.
-"""
+"""What a frontend offers to the HTTP layer and to embedders, and the words it uses. No IO here."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 
-from runtime.messages import FinishReason, SamplingParams, TokenLogprobs
+from .config import Config
+from .messages import ErrorCode, FinishReason, SamplingParams, TokenLogprobs
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What clients may know of the served model."""
+    """The model that is served. Known once the tree is ready."""
 
     name: str
-    context_tokens: int  # prompt + output
-    vocab_size: int  # ids below this are known to the tokenizer
-    eos_token_ids: tuple[int, ...] = ()
-    created: int = 0  # unix seconds
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    created: int  # unix seconds at which it became ready
+    max_prompt_tokens: int = 0  # what the KV pool can hold for one request (<= context_tokens)
+    dtype: str = ""
+    quantization: str = ""
+    device: str = ""
+    kv_tokens: int = 0
+    memory_bytes: dict[str, int] = {}
 
 
-class Delta(msgspec.Struct, frozen=True):
-    """What one request got since the last time. Joined ``text`` is the answer, without the stop string or token."""
+class Delta(msgspec.Struct):
+    """News of one generation: all that came since the last one. The last one has ``finish``."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # in the first delta; the first position has none
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish: FinishReason | None = None
-    error: str = ""  # with finish == "error": what happened and what to do
-    stop_match: str | int | None = None  # the stop string or token id that ended it
+    error: str = ""  # with finish == "error": a sentence for the client
+    code: ErrorCode = ""
+    stop_match: str | int | None = None
+
+    def merge(self, later: "Delta") -> None:
+        """Take in what came after."""
+        self.text += later.text
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.finish, self.error, self.code, self.stop_match = later.finish, later.error, later.code, later.stop_match
 
 
 class ServiceError(Exception):
-    """A request that could not be taken."""
+    """A request that can't be taken. The message is a sentence for the client."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -44,15 +56,15 @@ class ServiceError(Exception):
 
 
 class BadRequest(ServiceError):
-    """The request itself is at fault; ``param`` names the part."""
+    """The request itself is at fault. ``param`` names the field, ``code`` is OpenAI's word for the fault, if any."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class Unavailable(ServiceError):
-    """Not ready, or stopping."""
+    """Not now: starting, draining, or too many requests wait. Try again after ``retry_after_s`` seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -60,14 +72,14 @@ class Unavailable(ServiceError):
 
 
 class QueueFull(Unavailable):
-    """As many requests wait as may wait."""
+    """As many requests as allowed wait already."""
 
 
 class Sink(Protocol):
-    """Called on the event loop, by the task that reads the engine's answers, once per step and stream."""
+    """A consumer that is called as news arrive, instead of waiting for them."""
 
     def push(self, delta: Delta) -> None:
-        """Take the news. Never blocks, never raises; nothing comes after a delta with ``finish``."""
+        """Called on the event loop, in the task that serves all streams: must neither block nor raise."""
         ...
 
 
@@ -78,27 +90,32 @@ class Generation(Protocol):
     Leaving the context aborts what still runs.
     """
 
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
 
     def abort(self) -> None:
         """Forget the request, now and without waiting: nothing is pushed any more. After its end: no effect."""
         ...
 
-    async def __aenter__(self) -> "Generation": ...
+    async def __aenter__(self) -> Self: ...
 
     async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def __aiter__(self) -> "Generation": ...
+    def __aiter__(self) -> Self: ...
 
     async def __anext__(self) -> Delta: ...
 
 
 class TokenizerClient(Protocol):
-    """Text to tokens and back, safe under concurrent use. Long inputs are worked on in a thread."""
+    """Text to ids and back. Long texts are handled in a worker thread; cancelling drops the result."""
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]: ...
 
@@ -107,9 +124,9 @@ class TokenizerClient(Protocol):
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, kwargs: Mapping[str, Any]
     ) -> list[int]:
-        """Render the chat template and encode the result.
+        """The ids of a rendered conversation.
 
-        ``kwargs`` go to the template, but for two: ``add_generation_prompt`` (default true) and
+        ``kwargs`` go to the model's template; two are understood here: ``add_generation_prompt`` (default true) and
         ``continue_final_message`` (the prompt ends inside the last message).
 
         Raises BadRequest where the template refuses the messages, or where the model has none.
@@ -117,34 +134,36 @@ class TokenizerClient(Protocol):
         ...
 
     def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
-        """The bytes that each token stands for (special tokens: their name); for logprobs. Cheap, never blocks."""
+        """The bytes that each token stands for (a special token: its name). Cheap, never blocks."""
         ...
 
 
 class Service(Protocol):
-    """A serving tree as its fronts see it, on trio or asyncio."""
+    """A frontend's door. All methods belong to its event loop."""
 
-    config: Any  # runtime.config.Config
+    config: Config
     tokenizer: TokenizerClient
 
     @property
-    def info(self) -> ModelInfo | None:
-        """None until the model is loaded."""
-        ...
+    def info(self) -> ModelInfo | None: ...
 
     def ready(self) -> bool: ...
 
     async def status(self) -> dict[str, Any]:
-        """For /ready: ``state`` (starting, ready, degraded, draining) and ``actors`` ({path, state, phase, …} each)."""
+        """``{"state": "starting" | "ready" | "degraded" | "draining", "actors": [...]}``"""
         ...
 
     async def metrics(self) -> bytes:
-        """The Prometheus text page."""
+        """The Prometheus text format, version 0.0.4."""
+        ...
+
+    async def flush_cache(self) -> None:
+        """Drop the cached prefixes that no running request uses."""
         ...
 
     def open(
         self,
-        prompt: list[int],
+        prompt: Sequence[int],
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -152,5 +171,5 @@ class Service(Protocol):
         deadline_s: float | None = None,
         sink: Sink | None = None,
     ) -> Generation:
-        """Queue a request. Raises Unavailable, QueueFull or BadRequest; later faults are deltas with finish "error"."""
+        """Start a generation. Raises BadRequest, Unavailable or QueueFull; never blocks."""
         ...
