@@ -1,7 +1,7 @@
 """The outermost layer of the app: one request and its answer, as the ASGI server sees them."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import anyio
@@ -27,7 +27,7 @@ class Exchange:
         self.link = link
         self.linger_s = linger_s
         self.wire: Wire | None = None  # once the head of a chunked answer is sent, where the short way exists
-        self.closing = AsyncExitStack()  # what must be left when the request ends, however it ends
+        self.closing = ExitStack()  # what must be left when the request ends, however it ends
         self.status = 0
         self.whole = False  # the end of the answer is on its way
 
@@ -70,5 +70,4 @@ class ExchangeLayer:
             if exchange.link is not None and exchange.status and not exchange.whole:
                 exchange.link.drop()  # a torn answer; nothing can follow it
             self.front.stats.count(scope["path"], exchange.status, whole=exchange.whole)
-            with anyio.CancelScope(shield=True):
-                await exchange.closing.aclose()
+            exchange.closing.close()

@@ -74,6 +74,9 @@ class ScriptedGeneration:
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
+        self.abort()
+
+    def abort(self) -> None:
         if self in self.service.live:
             self.service.live.discard(self)
             self.service.aborted += 1

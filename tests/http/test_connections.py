@@ -271,17 +271,28 @@ class TestSlowReaders:
         assert slow.text == quick.text
         assert len(slow.events) < len(quick.events)  # merged while it was behind
 
-    def test_one_that_takes_nothing_for_too_long_is_dropped(self, start: Start) -> None:
+    @pytest.mark.parametrize("version", ["1.0", "1.1"])
+    def test_one_that_takes_nothing_for_too_long_is_dropped(self, start: Start, version: str) -> None:
         server = start(ScriptedService(context_tokens=10**6), max_behind_bytes=10**7, send_stall_s=0.05)
-        body = STREAM | {"max_tokens": 20_000, "ignore_eos": True, "prompt": "[[burst:50]]"}
+        body = STREAM | {"max_tokens": 150_000, "ignore_eos": True, "prompt": "[[burst:5000]]"}
         with server.connect(receive_buffer=4096) as sock:
-            sock.send(request("/v1/completions", body))
+            sock.send(request("/v1/completions", body, version=version))
             server.wait_until(lambda: server.front.stats.disconnects == 1)
             server.wait_until(lambda: not server.front.exchanges)
 
+    def test_one_that_does_not_take_its_unstreamed_answer_is_dropped(self, start: Start) -> None:
+        server = start(ScriptedService(context_tokens=10**6), send_stall_s=0.05)
+        body = COMPLETION | {"max_tokens": 50_000, "ignore_eos": True, "logprobs": 5, "prompt": "[[burst:5000]]"}
+        with server.connect(receive_buffer=4096) as sock:
+            sock.send(request("/v1/completions", body))
+            server.wait_until(lambda: bool(server.front.exchanges))
+            server.wait_until(lambda: not server.front.exchanges)
+            with pytest.raises(ConnectionResetError):
+                sock.answer()
+
     def test_one_that_stalls_and_leaves_frees_everything(self, start: Start) -> None:
         server = start(ScriptedService(context_tokens=10**6), max_behind_bytes=10**7)
-        body = STREAM | {"max_tokens": 20_000, "ignore_eos": True, "prompt": "[[burst:50]]"}
+        body = STREAM | {"max_tokens": 150_000, "ignore_eos": True, "prompt": "[[burst:5000]]"}
         with server.connect(receive_buffer=4096) as sock:
             sock.send(request("/v1/completions", body))
             server.wait_until(lambda: bool(server.front.jobs) and not server.service.live)

@@ -79,7 +79,7 @@ def test_new_requests_on_a_busy_connection_are_refused(start: Start) -> None:
 def test_a_client_that_does_not_read_does_not_hold_the_server(start: Start, version: str) -> None:
     """HTTP/1.0 goes through hypercorn's own send, which is shielded."""
     server = start(ScriptedService(context_tokens=10**6), max_behind_bytes=10**7)
-    body = STREAM | {"max_tokens": 20_000, "prompt": "[[burst:50]]"}
+    body = STREAM | {"max_tokens": 150_000, "prompt": "[[burst:5000]]"}
     with server.connect(receive_buffer=4096) as sock:
         sock.send(request("/v1/completions", body, version=version))
         server.wait_until(lambda: bool(server.front.jobs) and not server.service.live)
@@ -90,7 +90,7 @@ def test_a_client_that_does_not_read_does_not_hold_the_server(start: Start, vers
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_cancelling_the_server_ends_it_whatever_its_clients_do(start: Start, version: str) -> None:
     server = start(ScriptedService(context_tokens=10**6), max_behind_bytes=10**7)
-    body = STREAM | {"max_tokens": 20_000, "prompt": "[[burst:50]]"}
+    body = STREAM | {"max_tokens": 150_000, "prompt": "[[burst:5000]]"}
     with server.connect(receive_buffer=4096) as sock, server.connect():
         sock.send(request("/v1/completions", body, version=version))
         server.wait_until(lambda: bool(server.front.jobs) and not server.service.live)
