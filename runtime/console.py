@@ -208,7 +208,7 @@ def _first_line(text: str) -> str:
 # ---------------------------------------------------------------------------------------------- failures
 
 
-def failure_block(fault: actors.ActorStartError | actors.RestartLimitExceeded, last_words: str = "") -> str:
+def failure_block(fault: actors.ActorError, last_words: str = "") -> str:
     """Why the server ends, in one block: which actor, in which phase, the cause, its traceback, its last lines.
 
     ``last_words`` is what the actor wrote to its standard error, where the error doesn't know it itself.
@@ -216,13 +216,15 @@ def failure_block(fault: actors.ActorStartError | actors.RestartLimitExceeded, l
     if isinstance(fault, actors.ActorStartError):
         head = "the start failed"
         facts = [("actor", fault.path), ("phase", _progress(fault.progress) if fault.progress.phase else fault.phase)]
-        reasons = [(fault.path, fault.reason)]
+        reasons: list[tuple[str, actors.ExitReason]] = [(fault.path, fault.reason)]
         last_words = "\n".join(fault.stderr_tail) or last_words
-    else:
+    elif isinstance(fault, actors.RestartLimitExceeded):
         head = f"supervisor {fault.path or 'root'!r} gave up: {fault.why}"
         reasons = list(fault.causes)
         facts = [("actor", reasons[-1][0])] if reasons else []
         facts += [("before", f"{path} {_first_line(str(reason))}") for path, reason in reasons[:-1]]
+    else:
+        return f"runtime: {fault}\n"
     lines = [f"runtime: {head}", ""]
     facts += [("cause", str(reason)) for _, reason in reasons[-1:]]
     for name, words in facts:
