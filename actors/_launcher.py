@@ -106,13 +106,15 @@ class LocalLauncher:
                     [sys.executable, "-P", _CHILD, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stderr=stderr_write,
-                    pass_fds=(theirs.fileno(), stacks),
+                    pass_fds=(theirs.fileno(), stacks, *spec.pass_fds),
                     env={**os.environ, **spec.env},
                     start_new_session=True,
                 )
             finally:
                 theirs.close()
                 os.close(stderr_write)
+            on_error.callback(popen.wait)
+            on_error.callback(popen.kill)
             pidfd = os.pidfd_open(popen.pid)
             ours.sendall(struct.pack(">I", len(data)) + data)
             on_error.pop_all()

@@ -102,6 +102,7 @@ class ChildSpec(_Common):
     cpus: tuple[int, ...] | None = None
     nice: int | None = None
     title: str | None = None
+    pass_fds: tuple[int, ...] = ()
     mailbox: int = 1024
     overflow: Overflow = "wait"
 
@@ -128,6 +129,7 @@ class ChildSpec(_Common):
         cpus: tuple[int, ...] | None = None,
         nice: int | None = None,
         title: str | None = None,
+        pass_fds: tuple[int, ...] = (),
         mailbox: int = 1024,
         overflow: Overflow = "wait",
     ) -> None:
@@ -155,8 +157,8 @@ class ChildSpec(_Common):
             raise SpecError(f"{self.name}: target must be a function or 'package.module:function'")
         if self.where == "process":
             self._check_process()
-        elif self.env or self.cpus is not None or self.nice is not None or self.title is not None:
-            raise SpecError(f"{self.name}: env, cpus, nice and title are for process actors")
+        elif self.env or self.pass_fds or self.cpus is not None or self.nice is not None or self.title is not None:
+            raise SpecError(f"{self.name}: env, cpus, nice, title and pass_fds are for process actors")
         elif self.hang_timeout is not None or self.hang_timeouts:
             raise SpecError(f"{self.name}: a task actor can't be killed, so it has no hang timeout")
 

@@ -18,8 +18,9 @@ from .config import Config, load_config, resolved
 from .detokenizer import Detokenization
 from .engine.build import build
 from .fetch import find
+from .limits import checked
 from .messages import FinishReason, SamplingParams, Submit, TextRow, TokenLogprobs
-from .service import BadRequest, Delta
+from .service import Delta
 from .tokenizing import open_tokenizer
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
@@ -98,7 +99,7 @@ class Engine:
         if params is not None and fields:
             base = msgspec.structs.replace(params, **fields)
         for ids in prompts:
-            self._check(ids, base)
+            base = checked(self.info, ids, base)
         for at, ids in enumerate(prompts):
             self._next += 1
             numbers[self._next] = at
@@ -131,17 +132,6 @@ class Engine:
             return self.tokenizer.encode_chat(messages)
         ids: Any = prompt
         return list(ids)
-
-    def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
-        if not ids:
-            raise BadRequest("The prompt is empty: give at least one token.", "prompt")
-        if len(ids) + params.max_tokens > self.info.context_tokens:
-            raise BadRequest(
-                f"{len(ids)} prompt tokens and max_tokens = {params.max_tokens} exceed the model's context of "
-                f"{self.info.context_tokens} tokens.",
-                "max_tokens",
-                "context_length_exceeded",
-            )
 
     def close(self) -> None:
         """Give the memory back. Closing twice is nothing."""

@@ -37,6 +37,8 @@ from .peers import DETOKENIZER, METRICS, MODEL, Peers
 
 CLIENT = "client"
 HTTP = "http"
+# Leaving the block cuts what runs; this is for its error events to get out.
+EXIT_GRACE_S = 0.25
 
 
 async def client(
@@ -197,7 +199,7 @@ async def open_tree(
                 yield tree
             finally:
                 with anyio.CancelScope(shield=True):
-                    await tree.drain(0.0)
+                    await tree.drain(EXIT_GRACE_S)
     finally:
         plane.close()
 

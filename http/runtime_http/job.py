@@ -206,7 +206,7 @@ class Job:
         self._ended = True
         self.failure = ApiError(500, "The client did not read its stream.")
         if self.exchange.link is not None:
-            self.exchange.link.close()
+            self.exchange.link.drop()
 
     def _render(self, choice: Choice, delta: Delta) -> bytes:
         if choice.opened:

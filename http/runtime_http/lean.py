@@ -6,7 +6,7 @@ connection nor arms its idle timer. Here the request runs in the app's own task,
 requests whose answer is not whole, and the end is sent when nobody cancels any more.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
@@ -16,11 +16,13 @@ from quart.wrappers.response import DataBody, Response
 from quart_trio.asgi import TrioASGIHTTPConnection
 from werkzeug.wrappers import Response as WerkzeugResponse
 
+from runtime_http.exchange import KEY, Exchange
+
+LINGER_S = 10.0
+
 
 class LeanConnection(TrioASGIHTTPConnection):
     """For ``QuartTrio.asgi_http_class``."""
-
-    linger_s = 10.0
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         request = self._create_request_from_scope(send)
@@ -37,11 +39,15 @@ class LeanConnection(TrioASGIHTTPConnection):
             if not listener.received.is_set():
                 # The client still sends the body of a request that has its answer. Closing now would reset the
                 # connection, and the answer in it would be lost: take the rest for a while and throw it away.
-                with trio.move_on_after(self.linger_s):
+                with trio.move_on_after(self._linger_s()):
                     await listener.received.wait()
             listener.finished = True
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             nursery.cancel_scope.cancel()
+
+    def _linger_s(self) -> float:
+        exchange: Exchange | None = cast(dict[str, Any], self.scope).get(KEY)
+        return LINGER_S if exchange is None else exchange.linger_s
 
     def _timeout_s(self, response: Any) -> float:
         timeout = self.app.config["RESPONSE_TIMEOUT"]

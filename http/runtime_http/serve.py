@@ -74,7 +74,7 @@ async def drain(front: Front, budget_s: float) -> None:
         return
     front.cut(ApiError(503, "The server is shutting down.", code="shutting_down"))
     await trio.sleep(LAST_WORDS_S)
-    front.close_connections()
+    front.drop_connections()
 
 
 async def drop_on_cancel(front: Front) -> None:
@@ -82,7 +82,7 @@ async def drop_on_cancel(front: Front) -> None:
     try:
         await trio.sleep_forever()
     finally:
-        front.close_connections()
+        front.drop_connections()
 
 
 def hyper_config(options: Options) -> HyperConfig:
