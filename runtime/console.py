@@ -83,8 +83,10 @@ class Console:
         self.close()
         self._starting = False
         self._say(f"{self._config.model.name} is ready at {url} after {self._now():.1f} s{_size_of(tree)}")
-        width = max((len(path) for path in self._actors), default=0)
-        for path, actor in self._actors.items():
+        # Supervisors, and actors that were up at once, have no phases to tell.
+        told = {path: actor for path, actor in self._actors.items() if actor.phases}
+        width = max(map(len, told), default=0)
+        for path, actor in told.items():
             times = ", ".join(f"{phase.name} {(phase.ended or 0) - phase.began:.1f} s" for phase in actor.phases)
             total = (self._now() if actor.ended is None else actor.ended) - actor.began
             self._say(f"  {path:<{width}}  {total:5.1f} s  {times}".rstrip())
@@ -109,11 +111,13 @@ class Console:
 
     def _show(self, event: actors.Event) -> None:
         now = self._now()
+        if event.kind in ("stopping", "supervisor_ended"):
+            return
         actor = self._actors.get(event.path)
         if actor is None or event.kind == "starting":
             actor = self._actors[event.path] = _Actor(now)
         match event.kind:
-            case "progress" if event.progress is not None:
+            case "progress" if event.progress is not None and event.progress.phase:
                 actor.progress = event.progress
                 if not actor.phases or actor.phases[-1].name != event.progress.phase:
                     actor.enter(event.progress.phase, now)
@@ -150,6 +154,8 @@ class Console:
         now = self._now()
         table = Table.grid(padding=(0, 1))
         for path, actor in list(self._actors.items()):  # rich calls this from a thread of its own
+            if not actor.phases:
+                continue
             colour = {"started": "green", "ended": "red"}.get(actor.state, "yellow")
             seconds = (now if actor.ended is None else actor.ended) - actor.began
             words = _progress(actor.progress) if actor.state == "starting" else actor.state
