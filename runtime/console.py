@@ -132,7 +132,8 @@ class Console:
             case "failed_start" | "exited" | "stuck":
                 actor.leave(now)
                 actor.state, actor.ended = "ended", now
-                self._tell(now, event.path, _first_line(str(event.reason or event.text)))
+                if not _follows(event.reason):
+                    self._tell(now, event.path, _first_line(str(event.reason or event.text)))
 
     def _tell(self, now: float, path: str, words: str) -> None:
         if self._live is None:
@@ -164,7 +165,9 @@ class Console:
                 bar = ProgressBar(total=actor.progress.total, completed=actor.progress.done, width=12)
             what = Text(words, no_wrap=True, overflow="ellipsis")
             table.add_row(Text("●", colour), Text(path), Text(f"{seconds:.1f} s", justify="right"), what, bar)
-        table.add_row("", Text(f"starting {self._config.model.name}", "dim"), Text(f"{now:.1f} s"), "", "")
+        table.add_row(
+            "", Text("all", "dim"), Text(f"{now:.1f} s", justify="right"), Text(self._config.model.name, "dim")
+        )
         return table
 
 
@@ -177,6 +180,16 @@ def _open_live(console: Console) -> "Live":
     live = Live(console=terminal, get_renderable=console.table, refresh_per_second=8, transient=True)
     live.start()
     return live
+
+
+def _follows(reason: actors.ExitReason | None) -> bool:
+    """Whether an end is only the consequence of another one: a stop, or a supervisor that passes on a failed start."""
+    match reason:
+        case actors.Stopped():
+            return True
+        case actors.Raised(error=error):
+            return error.type.endswith(".ActorStartError")
+    return False
 
 
 def _progress(progress: actors.Progress) -> str:
