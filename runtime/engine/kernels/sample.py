@@ -14,35 +14,29 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from runtime.engine.kernels.launch import options
 
 BLOCK_V = 4096
-NOT_FINITE = -2
 
 
 @triton.jit
-def mix(h):
-    """murmur3's finaliser, on uint32."""
-    h ^= h >> 16
-    h *= 0x85EBCA6B
-    h ^= h >> 13
-    h *= 0xC2B2AE35
-    return h ^ (h >> 16)
+def mix(x):
+    """``runtime.engine.sampling.mix`` on uint32."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
 
 
 @triton.jit
 def row_keys(seed_low, seed_high, position):
-    key0 = mix(seed_low ^ mix(position + 0x9E3779B9))
-    return key0, mix(seed_high ^ mix(key0 + 0x7F4A7C15))
+    first = mix(mix(mix(seed_low + 0x9E3779B9) ^ seed_high) ^ position)
+    return first, mix(first + 0x85EBCA6B)
 
 
 @triton.jit
-def gumbel(token, key0, key1):
-    h = token * 0x9E3779B1 + key0
-    h ^= h >> 16
-    h *= 0x85EBCA6B
-    h ^= (h >> 13) ^ key1
-    h *= 0xC2B2AE35
-    h ^= h >> 16
-    u = ((h >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # strictly inside (0, 1), exact
-    return -tl.log(-tl.log(u))
+def gumbel(token, first, second):
+    bits = mix(mix(token ^ first) + second)
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
+    return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
@@ -59,20 +53,19 @@ def _best_in_block(
     heat = tl.load(temperature + slot)
     low = tl.load(seed_low + slot).to(tl.uint32, bitcast=True)
     high = tl.load(seed_high + slot).to(tl.uint32, bitcast=True)
-    key0, key1 = row_keys(low, high, position)
+    first, second = row_keys(low, high, position)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v < vocab
     if PDL:
         gdc_wait()
     x = tl.load(logits + row.to(tl.int64) * logits_stride + v, inside, float("-inf")).to(tl.float32)
-    broken = tl.max((inside & ~(tl.abs(x) < float("inf"))).to(tl.int32), 0)
+    broken = tl.max((~(x < float("inf"))).to(tl.int32), 0)  # NaN or +inf
     score = x
     if FILTER:
-        broken = 0  # masked logits are -inf; the unmasked ones were checked before
         score = tl.where(x >= tl.load(threshold + row), x, float("-inf"))
     if heat > 0:
-        score = score / heat + gumbel(v.to(tl.uint32, bitcast=True), key0, key1)
-    top, at = tl.max(tl.where(inside, score, float("-inf")), 0, return_indices=True)
+        score = score / heat + gumbel(v.to(tl.uint32, bitcast=True), first, second)
+    top, at = tl.max(score, 0, return_indices=True)
     tl.store(best + row * BLOCKS + block, tl.where(broken != 0, float("nan"), top))
     tl.store(best_id + row * BLOCKS + block, block * BLOCK_V + at)
 
@@ -91,7 +84,7 @@ def _best_of_blocks(
     broken = tl.max((x != x).to(tl.int32), 0)
     top, at = tl.max(tl.where(x != x, float("-inf"), x), 0, return_indices=True)
     token = tl.load(best_id + row * BLOCKS + at)
-    token = tl.where(broken != 0, -2, token)
+    token = tl.where((broken != 0) | (top == float("-inf")), -2, token)
     real = (row < tl.load(rows_count)) & (tl.load(sample + row) != 0)
     tl.store(sampled + row, tl.where(real, token, -1))
     slot = tl.load(slots + row).to(tl.int64)
@@ -129,8 +122,8 @@ def sample(
 
     logits [rows, vocab]; slots, positions (of the last computed token), wants int32 [rows]: rows with wants == 0 and
     rows from ``rows_count`` (on the device) on yield -1 and write nothing else. temperature float32, seed halves int32
-    [slots]; tokens int32 [slots, context_tokens]. A row with NaN or infinite logits yields -2; with ``threshold``
-    float32 [rows] only logits >= it count, and -inf is taken for masked.
+    [slots]; tokens int32 [slots, context_tokens]. A row with NaN or +inf yields -2, and so does one all of
+    whose logits are -inf. With ``threshold`` float32 [rows] only logits >= it count.
     """
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK_V)
@@ -237,28 +230,23 @@ def thresholds(
     )
 
 
-def _mix(h: Tensor) -> Tensor:
-    h = h ^ (h >> 16)
-    h = (h * 0x85EBCA6B) & 0xFFFFFFFF
-    h = h ^ (h >> 13)
-    h = (h * 0xC2B2AE35) & 0xFFFFFFFF
-    return h ^ (h >> 16)
+def _mix(x: Tensor) -> Tensor:
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
 
 
 def gumbel_reference(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """float32 [rows, vocab]; seed (uint64 bits) and position int64 [rows]; 32-bit arithmetic kept in int64."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    key0 = _mix(low ^ _mix((position + 0x9E3779B9) & 0xFFFFFFFF))[:, None]
-    key1 = _mix(high ^ _mix((key0[:, 0] + 0x7F4A7C15) & 0xFFFFFFFF))[:, None]
-    token = torch.arange(vocab, dtype=torch.int64, device=seed.device)[None, :]
-    h = (token * 0x9E3779B1 + key0) & 0xFFFFFFFF
-    h = h ^ (h >> 16)
-    h = (h * 0x85EBCA6B) & 0xFFFFFFFF
-    h = h ^ (h >> 13) ^ key1
-    h = (h * 0xC2B2AE35) & 0xFFFFFFFF
-    h = h ^ (h >> 16)
-    u = ((h >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(u))
+    first = _mix(_mix(_mix((low + 0x9E3779B9) & 0xFFFFFFFF) ^ high) ^ position)
+    second = _mix((first + 0x85EBCA6B) & 0xFFFFFFFF)
+    token = torch.arange(vocab, dtype=torch.int64, device=seed.device)
+    bits = _mix((_mix(token[None, :] ^ first[:, None]) + second[:, None]) & 0xFFFFFFFF)
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
 
 
 def thresholds_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
