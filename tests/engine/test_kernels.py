@@ -1,14 +1,10 @@
-"""Every kernel against its float32 reference over ragged shapes: on a CUDA device where there is one, else under Triton's
-interpreter (which computes bfloat16 wrongly: float32 and float16 there)."""
-
-import os
+"""Every kernel against its float32 reference over ragged shapes: on a CUDA device where there is one, else under
+Triton's interpreter (which computes bfloat16 wrongly: float32 and float16 there)."""
 
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, that is at their import
 pytest.importorskip("triton", reason="the kernels need triton (extra: gpu)")
 
 from runtime.engine.kernels import (
@@ -122,9 +118,7 @@ def test_rotate_store(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 2, 32), (7, 1, 16), (3, 3, 64)])
 @pytest.mark.parametrize("lengths", [[1], [700], [1, 2, 63, 64, 65, 200], [17] * 5 + [600, 129]])
-def test_decode_attention(
-    dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, lengths: list[int]
-) -> None:
+def test_decode_attention(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, lengths: list[int]) -> None:
     """``lengths`` count the new token; two lines of padding follow the rows."""
     cache = Cache(q_heads, kv_heads, head_dim, lengths, dtype)
     rows, normed = len(lengths), q_heads == 4
@@ -135,13 +129,11 @@ def test_decode_attention(
     wanted, k, v = decode_attention.decode_attention_reference(
         qkv[:rows], *fixed, cache.k, cache.v, pages, slots[:rows], positions[:rows], 1e-6, 0.3, q_heads=q_heads
     )
-    work = decode_attention.Pieces(rows + 2, q_heads, kv_heads, head_dim, DEVICE)
+    work = decode_attention.Pieces(rows + 2, q_heads, kv_heads, head_dim, DEVICE, 132 if DEVICE.type == "cuda" else 4)
     out = torch.full((rows + 2, q_heads * head_dim), float("nan"), dtype=dtype, device=DEVICE)
     for _ in range(2):  # the second run finds the counters as the first left them
         decode_attention.cut(slots, positions, ints([rows]), rows + 2, work)
-        decode_attention.decode_attention(
-            qkv, *fixed, cache.k, cache.v, pages, work, out, 1e-6, 0.3, warps=4
-        )
+        decode_attention.decode_attention(qkv, *fixed, cache.k, cache.v, pages, work, out, 1e-6, 0.3, warps=4)
         close(out[:rows], wanted)
         assert torch.isnan(out[rows:]).all()
     assert int(work.total) >= rows

@@ -24,9 +24,9 @@ BLOCK_KEYS = 64
 LEAST_PIECE_TOKENS = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_rows", "most_pieces"])
 def _cut(
-    slots, positions, rows_count, pieces, total, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, ROOM: tl.constexpr,
+    slots, positions, rows_count, pieces, total, most_rows, most_pieces, BLOCK_R: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, LEAST: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -36,8 +36,8 @@ def _cut(
     rows = tl.load(rows_count)
     position = tl.load(positions + r, r < rows, -1)
     length = tl.where(r < rows, position + 1, 0)
-    # Rows of n tokens make at most n / piece + 1 pieces: this piece length never needs more than ROOM.
-    piece = tl.maximum(tl.cdiv(tl.sum(length, 0), ROOM - ROWS), LEAST)
+    # Rows of n tokens make at most n / piece + 1 pieces: this piece length never needs more than there is room for.
+    piece = tl.maximum(tl.cdiv(tl.sum(length, 0), most_pieces - most_rows), LEAST)
     count = tl.cdiv(length, piece)
     step = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), BLOCK_KEYS) * BLOCK_KEYS
     count = tl.cdiv(length, tl.maximum(step, 1))
@@ -45,7 +45,7 @@ def _cut(
     first = last - count
     slot = tl.load(slots + r, r < rows, 0)
     tl.store(total, tl.sum(count, 0))
-    for w0 in range(0, ROOM, BLOCK_W):
+    for w0 in range(0, most_pieces, BLOCK_W):
         w = w0 + tl.arange(0, BLOCK_W)
         mine = (first[None, :] <= w[:, None]) & (w[:, None] < last[None, :])  # [BLOCK_W, BLOCK_R], at most one a line
         w_first = tl.sum(tl.where(mine, first[None, :], 0), 1)
@@ -53,7 +53,7 @@ def _cut(
         w_position = tl.sum(tl.where(mine, position[None, :], 0), 1)
         start = (w - w_first) * w_step
         at = pieces + w * 8
-        room = w < ROOM
+        room = w < most_pieces
         tl.store(at, tl.sum(tl.where(mine, r[None, :], 0), 1), room)
         tl.store(at + 1, tl.sum(tl.where(mine, slot[None, :], 0), 1), room)
         tl.store(at + 2, start, room)
@@ -97,7 +97,8 @@ def _decode(
 
     # The new key and value: stored, and what the softmax starts from. One head, as a tile of one.
     one = tl.arange(0, 1)
-    k_new = rotated(qkv, HQ + head + one, k_norm, cos, sin, position, eps, one < 1, D, NORM).to(k_cache.dtype.element_ty)
+    k_new = rotated(qkv, HQ + head + one, k_norm, cos, sin, position, eps, one < 1, D, NORM)
+    k_new = k_new.to(k_cache.dtype.element_ty)
     v_new = tl.load(qkv + (HQ + HK + head + one[:, None]) * D + d[None, :])
     page = tl.load(table + position // PAGE).to(tl.int64)
     at = ((page * HK + head) * PAGE + position % PAGE) * D + d[None, :] + one[:, None]
@@ -106,7 +107,7 @@ def _decode(
     tl.store(v_cache + at, v_new, stores)
     score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
     m = tl.where(newest, score, float("-inf"))
-    l = tl.where(newest, g * 0.0 + 1.0, 0.0)
+    mass = tl.where(newest, g * 0.0 + 1.0, 0.0)
     acc = tl.where(newest, v_new.to(tl.float32) + tl.zeros([BLOCK_G, D], tl.float32), 0.0)
 
     for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
@@ -120,12 +121,12 @@ def _decode(
         m_next = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - m_next[:, None])
         fade = tl.exp2(m - m_next)
-        l = l * fade + tl.sum(p, 1)
+        mass = mass * fade + tl.sum(p, 1)
         v = tl.load(v_cache + base[:, None] + d[None, :], valid[:, None], 0.0)  # [BLOCK_N, D]
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
         m = m_next
 
-    acc = acc / l[:, None]
+    acc = acc / mass[:, None]
     heads = head * G + g
     out += row * HQ * D
     if count == 1:
@@ -133,7 +134,7 @@ def _decode(
     else:
         w64 = w.to(tl.int64)
         tl.store(partial + (w64 * HQ + heads[:, None]) * D + d[None, :], acc, (g < G)[:, None])
-        tl.store(partial_lse + w64 * HQ + heads, m + tl.log2(l), g < G)
+        tl.store(partial_lse + w64 * HQ + heads, m + tl.log2(mass), g < G)
         tl.debug_barrier()
         before = tl.atomic_add(arrived + row * HK + head, 1, sem="acq_rel", scope="gpu")
         if before == count - 1:
@@ -142,7 +143,7 @@ def _decode(
             gg = tl.arange(0, MERGE_G)
             pp = tl.arange(0, MERGE_P)
             m_all = tl.full([MERGE_G], float("-inf"), tl.float32)
-            l_all = tl.zeros([MERGE_G], tl.float32)
+            mass_all = tl.zeros([MERGE_G], tl.float32)
             sum_all = tl.zeros([MERGE_G, D], tl.float32)
             for p0 in range(0, count, MERGE_P):
                 piece = (first + p0 + pp).to(tl.int64)
@@ -154,30 +155,29 @@ def _decode(
                 weight = tl.exp2(lse - m_new[None, :])
                 fade_all = tl.exp2(m_all - m_new)
                 sum_all = sum_all * fade_all[:, None] + tl.sum(part * weight[:, :, None], 0)
-                l_all = l_all * fade_all + tl.sum(weight, 0)
+                mass_all = mass_all * fade_all + tl.sum(weight, 0)
                 m_all = m_new
-            tl.store(
-                out + (head * G + gg[:, None]) * D + d[None, :], sum_all / l_all[:, None], (gg < G)[:, None]
-            )  # fmt: skip
+            sum_all /= tl.where(gg < G, mass_all, 1.0)[:, None]
+            tl.store(out + (head * G + gg[:, None]) * D + d[None, :], sum_all, (gg < G)[:, None])
 
 
 class Pieces:
     """Where a batch size's cut and its partial results live; shared by the layers, and by all smaller batch sizes."""
 
-    def __init__(self, rows: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
-        self.room = self.room_for(rows, kv_heads)
-        room = max(self.room_for(n, kv_heads) for n in range(1, rows + 1))
-        self.kv_heads = kv_heads
+    def __init__(
+        self, rows: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device, multiprocessors: int = 132
+    ) -> None:
+        self.rows, self.kv_heads, self.multiprocessors = rows, kv_heads, multiprocessors
+        room = self.room_for(rows)
         self.pieces = torch.zeros((room, PIECE_WORDS), dtype=torch.int32, device=device)
         self.total = torch.zeros(1, dtype=torch.int32, device=device)
         self.partial = torch.zeros((room, q_heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.zeros((room, q_heads), dtype=torch.float32, device=device)
         self.arrived = torch.zeros((rows, kv_heads), dtype=torch.int32, device=device)
 
-    @staticmethod
-    def room_for(rows: int, kv_heads: int) -> int:
+    def room_for(self, rows: int) -> int:
         """Pieces that a batch may be cut into: about 4 programs a multiprocessor beyond one piece a row."""
-        return rows + max(528 // kv_heads, rows)
+        return rows + max(4 * self.multiprocessors // self.kv_heads, rows)
 
 
 def cut(slots: Tensor, positions: Tensor, rows_count: Tensor, rows: int, work: Pieces, *, pdl: bool = False) -> None:
@@ -185,11 +185,11 @@ def cut(slots: Tensor, positions: Tensor, rows_count: Tensor, rows: int, work: P
 
     slots, positions int32 [rows]; position = index of the new token = number of cached keys.
     """
-    room = work.room_for(rows, work.kv_heads)
-    block_r = max(triton.next_power_of_2(rows), 16)
+    block_r = 16 if rows <= 16 else max(triton.next_power_of_2(work.rows), 16)
     _cut[(1,)](
-        slots, positions, rows_count, work.pieces, work.total, ROWS=rows, BLOCK_R=block_r, ROOM=room,
-        BLOCK_KEYS=BLOCK_KEYS, LEAST=LEAST_PIECE_TOKENS, BLOCK_W=max(16, min(128, 16384 // block_r)), PDL=pdl,
+        slots, positions, rows_count, work.pieces, work.total, rows, work.room_for(rows),
+        BLOCK_R=block_r, BLOCK_KEYS=BLOCK_KEYS, LEAST=LEAST_PIECE_TOKENS, BLOCK_W=max(16, min(128, 8192 // block_r)),
+        PDL=pdl,
         **options(8, pdl=pdl),
     )  # fmt: skip
 
@@ -222,7 +222,7 @@ def decode_attention(
     q_heads = out.shape[1] // head_dim
     group = q_heads // kv_heads
     unused = cos
-    _decode[(kv_heads, work.room_for(qkv.shape[0], kv_heads))](
+    _decode[(kv_heads, work.room_for(qkv.shape[0]))](
         qkv, unused if q_norm is None else q_norm, unused if k_norm is None else k_norm, cos, sin, k_cache, v_cache,
         pages, work.pieces, work.total, work.partial, work.lse, work.arrived, out, pages.stride(0),
         scale * 1.4426950408889634, eps,

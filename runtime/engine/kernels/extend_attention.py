@@ -49,7 +49,7 @@ def _extend(
         gdc_wait()
     qs = tl.load(q + line * q_stride + heads * D + d[None, :], real[:, None], 0.0)  # [BLOCK_M, D]
     mx = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
 
     end = before + tl.minimum(t0 + TOKENS, extend)
@@ -63,7 +63,7 @@ def _extend(
         m_next = tl.maximum(mx, tl.max(s, 1))
         p = tl.exp2(s - m_next[:, None])
         fade = tl.exp2(mx - m_next)
-        l = l * fade + tl.sum(p, 1)
+        mass = mass * fade + tl.sum(p, 1)
         v = tl.load(v_cache + base[:, None] + d[None, :])
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
         mx = m_next
@@ -79,11 +79,11 @@ def _extend(
         m_next = tl.maximum(tl.maximum(mx, tl.max(s, 1)), -1e30)
         p = tl.exp2(s - m_next[:, None])
         fade = tl.exp2(mx - m_next)
-        l = l * fade + tl.sum(p, 1)
+        mass = mass * fade + tl.sum(p, 1)
         v = tl.load(v_cache + base[:, None] + d[None, :], valid[:, None], 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
         mx = m_next
-    acc = acc / l[:, None]
+    acc = acc / mass[:, None]
     tl.store(out + line * HQ * D + heads * D + d[None, :], acc, real[:, None])
 
 

@@ -3,7 +3,7 @@
 cuBLAS reaches the memory's rate on large matrices only. Here a program takes a few output rows over the whole inner
 dimension, so nothing is left to reduce across programs, and what surrounds the projection is done on the way:
 
-- ``norm``: the input is RMS-normed. The norm's weight is applied to x as it is read, its scale to the result at the end.
+- ``norm``: the input is RMS-normed. The norm's weight is applied to x when it is read, its scale to the result.
 - ``gated``: the matrix is [gate; up] and the result is silu(gate) * up.
 - ``residual``: the result is added to it, in place.
 
@@ -98,8 +98,8 @@ def gemv(
 ) -> None:
     """out = f(norm(x) @ weight.T + bias) + residual.
 
-    x [1, 2, 4 or 8, width] contiguous; weight [outputs, width], or [2 * outputs, width] when ``gated``; bias of as many;
-    out and residual [rows, outputs], possibly the same tensor; norm [width].
+    x [1, 2, 4 or 8, width] contiguous; weight [outputs, width], or [2 * outputs, width] when ``gated``; bias of as many
+    outputs; out and residual [rows, outputs], possibly the same tensor; norm [width].
     """
     rows, width = x.shape
     outputs = out.shape[1]

@@ -11,8 +11,9 @@ from runtime.engine.kernels.launch import options
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
-):
+    x, residual, weight, out, x_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
