@@ -170,10 +170,15 @@ class CudaRunner:
         self.forward.caches = [(layer[0], layer[1]) for layer in self._kv]
 
     def warm_up(self) -> None:
-        """Compile and load every kernel of a plain step, and capture a graph of each size that small batches use."""
+        """Compile and load the kernels of plain decoding steps, and capture the smallest graph and the largest."""
         with torch.inference_mode():
             self.graphs.ready(1, True)
             self.graphs.ready(self.table.most_rows, True)
+
+    def capture_all(self) -> None:
+        """Capture the plain graphs of all batch sizes now instead of when they are met."""
+        with torch.inference_mode():
+            self.graphs.capture_all()
 
     # A step
 

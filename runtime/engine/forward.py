@@ -93,9 +93,7 @@ class Forward:
         self.token_slot, self.token_position = (
             torch.zeros(step_tokens, dtype=torch.int32, device=device.on) for _ in range(2)
         )
-        self.pieces = Pieces(
-            rows, config.q_heads, config.kv_heads, config.head_dim, device.on, device.multiprocessors
-        )
+        self.pieces = Pieces(rows, config.q_heads, config.kv_heads, config.head_dim, device.on, device.multiprocessors)
 
     @property
     def buffer_bytes(self) -> int:

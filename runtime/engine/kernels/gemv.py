@@ -92,8 +92,8 @@ def gemv(
     gated: bool = False,
     residual: Tensor | None = None,
     pdl: bool = False,
-    block_n: int = 8,
-    block_k: int = 1024,
+    block_n: int = 0,
+    block_k: int = 0,
     warps: int = 8,
 ) -> None:
     """out = f(norm(x) @ weight.T + bias) + residual.
@@ -103,6 +103,8 @@ def gemv(
     """
     rows, width = x.shape
     outputs = out.shape[1]
+    if not block_n:
+        block_n, block_k = tile_for(rows * (2 if gated else 1))
     block_k = min(block_k, triton.next_power_of_2(width))
     _gemv[(triton.cdiv(outputs, block_n),)](
         x, weight, weight if norm is None else norm, weight if bias is None else bias,
@@ -111,6 +113,13 @@ def gemv(
         NORM=norm is not None, GATED=gated, BIAS=bias is not None, ADD=residual is not None, PDL=pdl,
         **options(warps, pdl=pdl),
     )  # fmt: skip
+
+
+def tile_for(sums: int) -> tuple[int, int]:
+    """(rows of weights, columns) of a program whose threads keep ``sums`` running sums for each weight in flight."""
+    elements = 8192 // sums
+    block_n = max(2, elements // 1024)
+    return block_n, elements // block_n
 
 
 def gemv_reference(
