@@ -5,6 +5,7 @@ sentence that names the key, what was given, what is allowed and, for a misspelt
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,8 @@ class HttpSection(Struct, frozen=True, forbid_unknown_fields=True):
     keep_alive_s: Annotated[float, _doc("an idle connection is closed after this", gt=0)] = 75.0
     request_timeout_s: Annotated[float, _doc("deadline of a request; 0 = none", ge=0)] = 0.0
     api_keys: Annotated[tuple[str, ...], _doc("accepted bearer tokens; empty = anyone may ask")] = ()
+    cors_origins: Annotated[tuple[str, ...], _doc("origins whose pages may ask; * = any, empty = none")] = ("*",)
+    root_path: Annotated[str, _doc("path under which a proxy shows the server, such as /llm")] = ""
 
 
 Placed = Literal["task", "process"]
@@ -225,6 +228,8 @@ def _check(struct: type, data: Mapping[str, Any], prefix: str, problems: list[st
             continue
         try:
             msgspec.convert(value, fields[name])
+            if isinstance(value, float) and not math.isfinite(value):
+                raise msgspec.ValidationError
         except msgspec.ValidationError:
             allowed = f"{_allowed(fields[name])}{_nearest(value, bare)}"
             problems.append(f"{key}: {_given(value)} was given; allowed: {allowed}")
@@ -325,6 +330,8 @@ def _impossible(config: Config) -> Iterator[str]:
             'model.quantization = "int8" is for the CPU, but engine.device = "cuda"; '
             'set quantization = "none" or device = "cpu"'
         )
+    if http.root_path and (not http.root_path.startswith("/") or http.root_path.endswith("/")):
+        yield f'http.root_path = "{http.root_path}" must begin with a slash and not end with one, such as "/llm"'
     if any(not key.strip() for key in http.api_keys):
         yield "http.api_keys: an empty key was given, which would let anyone in; remove it"
 

@@ -15,7 +15,7 @@ from .config import Config
 from .detokenize import TextStream
 from .handshakes import DetokenizerUp, FrontendUp
 from .mailbox import DataPlane, Outbox
-from .messages import Opened, StepText, StepTokens, TextRow, TokenRow
+from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow
 from .peers import MODEL, Peers, value, wait_up
 from .sources import ModelFiles
 from .tokenizer import Tokenizer
@@ -31,11 +31,11 @@ class _Live:
         self.opened, self.attempt, self.told = opened, opened.attempt, False
         replay = np.frombuffer(opened.output, "<i4").tolist()
         self.stream = TextStream(
-            tokenizer.pieces,
+            tokenizer,
             prompt_tail=np.frombuffer(opened.prompt_tail, "<i4").tolist(),
             stop=opened.stop,
             include_stop=opened.include_stop,
-            skip_special=opened.skip_special_tokens,
+            skip_special_tokens=opened.skip_special_tokens,
         )
         self.stream.push(replay)
         self.start = len(replay)
@@ -53,30 +53,53 @@ class Detokenization:
         for opened in message.opened:
             self._live[opened.origin, opened.id] = _Live(opened, self._tokenizer)
         texts: dict[str, list[TextRow]] = {}
-        for row in message.rows:
+        for origin, number, attempt, token in message.plain_rows():
+            live = self._live.get((origin, number))
+            if live is not None and live.attempt == attempt:
+                texts.setdefault(origin, []).append(self._plain(live, number, token))
+                if live.stream.matched is not None:
+                    del self._live[origin, number]
+        for row in message.news:
             live = self._live.get((row.origin, row.id))
             if live is None or live.attempt != row.attempt:
-                # Refused before it was opened, or ended by a stop string that the scheduler has not heard of yet.
-                if row.finish == "error":
-                    text = TextRow(row.id, row.attempt, 0, (), 0, "", "error", row.error, row.code)
-                    texts.setdefault(row.origin, []).append(text)
+                # Ended by a stop string that the scheduler has not heard of yet.
                 continue
             if (text := self._advance(live, row)) is not None:
                 texts.setdefault(row.origin, []).append(text)
         return {origin: StepText(tuple(rows)) for origin, rows in texts.items()}
 
+    @staticmethod
+    def _plain(live: _Live, number: int, token: int) -> TextRow:
+        """One token and nothing else: the way of almost every row."""
+        stream, start, offset = live.stream, live.start, live.stream.offset
+        live.start += 1
+        text = stream.push((token,))
+        finish: FinishReason | None = None if stream.matched is None else "stop"
+        told, live.told = live.told, True
+        return TextRow(
+            number,
+            live.attempt,
+            start,
+            (token,),
+            offset,
+            text,
+            finish,
+            stop_match=stream.matched,
+            prompt_tokens=0 if told else live.opened.prompt_tokens,
+            cached_tokens=0 if told else live.opened.cached_tokens,
+        )
+
     def _advance(self, live: _Live, row: TokenRow) -> TextRow | None:
         stream, start, offset = live.stream, live.start, live.stream.offset
         shown = row.tokens[:-1] if row.stop_token else row.tokens
         text = stream.push(shown)
-        finish, match = row.finish, None
+        finish = row.finish
+        match: str | int | None = None
         if stream.matched is not None:
             finish, match = "stop", stream.matched
         elif finish is not None and finish != "abort":
             text += stream.finish()
             match = row.tokens[-1] if row.stop_token else None
-            if stream.matched is not None:
-                finish, match = "stop", stream.matched
         live.start += len(row.tokens)
         if finish is not None:
             del self._live[row.origin, row.id]

@@ -14,15 +14,16 @@ import actors
 
 from .config import Config
 from .handshakes import FrontendUp, SchedulerUp
+from .limits import check_options, checked
 from .mailbox import DataPlane, LocalMailbox, Outbox, SocketMailbox
 from .messages import SamplingParams, StepText
 from .peers import DETOKENIZER, METRICS, Peers, value, walk
 from .report import Histogram, Report
 from .requests import Request, RequestTable
-from .service import BadRequest, Delta, ModelInfo, Sink, Unavailable
+from .service import Delta, ModelInfo, Sink, TokenizerClient, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
-REPORT_PERIOD_S = 0.25
+REPORT_PERIOD_S = 0.1
 
 
 class Frontend:
@@ -30,7 +31,8 @@ class Frontend:
 
     def __init__(self, ctx: actors.Context, config: Config, origin: str) -> None:
         self.config = config
-        self.tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer")
+        self._tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer")
+        self.tokenizer: TokenizerClient = self._tokenizer
         self.up = FrontendUp(origin)
         self.draining = False
         self.idle = anyio.Event()
@@ -53,7 +55,7 @@ class Frontend:
         return self._info
 
     def ready(self) -> bool:
-        return self._scheduler_up and self._detokenizer_up and self.tokenizer.up and not self.draining
+        return self._scheduler_up and self._detokenizer_up and self._tokenizer.up and not self.draining
 
     async def wait_ready(self) -> None:
         """Until everything behind this frontend was up once."""
@@ -61,7 +63,7 @@ class Frontend:
 
     async def status(self) -> dict[str, Any]:
         tree = await self._ctx.snapshot()
-        actors_ = [actor for actor in walk(tree) if not actor.children]
+        actors_ = [actor for actor in walk(tree) if actor.kind != "supervisor"]
         if self.draining:
             state = "draining"
         elif self.ready():
@@ -75,8 +77,13 @@ class Frontend:
                     "path": actor.path,
                     "state": actor.state,
                     "phase": actor.phase,
-                    "progress": actor.progress,
+                    "progress": {
+                        name: value
+                        for name in ("done", "total", "text")
+                        if (value := getattr(actor.progress, name)) not in (None, "")
+                    },
                     "generation": actor.generation,
+                    "pid": actor.pid if actor.kind == "process" else None,
                 }
                 for actor in actors_
             ],
@@ -103,25 +110,11 @@ class Frontend:
             raise Unavailable("The server is shutting down and takes no new requests.", retry_after_s=5)
         if self._info is None:
             raise Unavailable("The model is still being loaded; /ready says how far it is.", retry_after_s=2)
-        self._check(self._info, prompt, params)
+        params = checked(self._info, prompt, params)
+        check_options(priority, cache_salt, deadline_s)
         request = self._table.open(prompt, params, priority=priority, salt=cache_salt, budget_s=deadline_s, sink=sink)
         self._dirty.set()
         return request
-
-    @staticmethod
-    def _check(info: ModelInfo, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not len(prompt):
-            raise BadRequest("The prompt is empty: give at least one token.", "prompt")
-        if len(prompt) + max(params.max_tokens, 1) > info.context_tokens:
-            raise BadRequest(
-                f"This model's maximum context length is {info.context_tokens} tokens. However, you requested "
-                f"{len(prompt) + params.max_tokens} tokens ({len(prompt)} in the prompt, {params.max_tokens} in the "
-                "completion). Shorten the prompt or lower max_tokens.",
-                "max_tokens" if len(prompt) < info.context_tokens else "prompt",
-                "context_length_exceeded",
-            )
-        if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-            raise BadRequest(f"Token ids must lie between 0 and {info.vocab_size - 1}.", "prompt")
 
     # --- the end
 
@@ -170,8 +163,8 @@ class Frontend:
             self._look()
 
     async def watch_tokenizer(self) -> None:
-        async for notice in self._ctx.watch(self.tokenizer.path):
-            self.tokenizer.heard(notice)
+        async for notice in self._ctx.watch(self._tokenizer.path):
+            self._tokenizer.heard(notice)
             self._look()
 
     def _look(self) -> None:

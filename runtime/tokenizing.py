@@ -15,7 +15,7 @@ from .config import Config
 from .peers import MODEL, wait_up
 from .service import BadRequest, Unavailable
 from .sources import ModelFiles
-from .tokenizer import ChatTemplateError, Tokenizer
+from .tokenizer import TemplateError, Tokenizer
 
 # Texts up to here are handled on the event loop: about 1 ms of work.
 INLINE_CHARS = 2_000
@@ -55,7 +55,7 @@ async def tokenizer(ctx: actors.Context, config: Config) -> None:
         def run() -> list[int] | str:
             try:
                 return words.encode_chat(messages, tools, **kwargs)
-            except ChatTemplateError as error:
+            except TemplateError as error:
                 return str(error)
 
         return await work(sum(len(str(message)) for message in messages), run)
@@ -124,4 +124,4 @@ class TokenizerProxy:
         return ids
 
     def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
-        return [] if self._words is None else [self._words.token_bytes(token) for token in tokens]
+        return [] if self._words is None else self._words.token_bytes(tokens)

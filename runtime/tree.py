@@ -18,11 +18,12 @@ says that it is started when everything behind it is up: so the tree is ready wh
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
 import sniffio
+from msgspec import structs
 
 import actors
 
@@ -36,6 +37,8 @@ from .peers import DETOKENIZER, METRICS, MODEL, Peers
 
 CLIENT = "client"
 HTTP = "http"
+# Leaving the block cuts what runs; this is for its error events to get out.
+EXIT_GRACE_S = 0.25
 
 
 async def client(
@@ -54,20 +57,30 @@ async def client(
 class Tree:
     """A running serving tree. Made by ``open_tree``."""
 
-    def __init__(self, config: Config, supervisor: actors.Supervisor) -> None:
+    def __init__(self, config: Config, supervisor: actors.Supervisor, fronts: tuple[str, ...]) -> None:
         self.config, self.supervisor = config, supervisor
         self.frontend: Frontend | None = None  # the embedder's own
+        self._fronts = fronts
 
     async def drain(self, budget_s: float) -> None:
         """Stop the frontends: no new requests; running ones have ``budget_s`` to finish, the rest end with an error."""
         async with anyio.create_task_group() as tasks:
-            for name in (HTTP, CLIENT):
-                if (ref := self.supervisor.find(name)) is not None:
-                    tasks.start_soon(ref.stop, budget_s)
+            for path in self._fronts:
+                tasks.start_soon(self._stop, path, budget_s)
+
+    async def _stop(self, path: str, budget_s: float) -> None:
+        with suppress(actors.ActorError):  # it may have stopped already, or never have started
+            await self.supervisor.ref(path).stop(budget_s)
 
 
-def specs(config: Config, peers: Peers, plane: DataPlane, listener: socket.socket | None) -> list[Any]:
-    """The children of the root, ``client`` excepted."""
+def specs(
+    config: Config,
+    peers: Peers,
+    plane: DataPlane,
+    listener: socket.socket | None,
+    give: Callable[[Frontend], None],
+) -> list[actors.Spec]:
+    """The children of the root. ``give`` gets the embedder's frontend, where ``peers`` name one."""
     s = config.supervision
     common: dict[str, Any] = {
         "depends_on": (),
@@ -80,7 +93,7 @@ def specs(config: Config, peers: Peers, plane: DataPlane, listener: socket.socke
     waiting = {**common, "start_timeout": s.start_timeout_max_s}
     beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s}
     process = peers.detokenizer_is_process
-    tree: list[Any] = [
+    tree: list[actors.Spec] = [
         actors.ChildSpec(METRICS, metrics, overflow="drop-oldest", **common),
         actors.ChildSpec(MODEL, model, args=(config,), **common),
         actors.SupervisorSpec(
@@ -105,7 +118,7 @@ def specs(config: Config, peers: Peers, plane: DataPlane, listener: socket.socke
             "runtime.detokenizer:detokenizer" if process else detokenizer,
             args=(config, peers) if process else (config, peers, plane),
             where="process" if process else "task",
-            title="runtime: detokenizer",
+            title="runtime: detokenizer" if process else None,
             **waiting,
         ),
     ]
@@ -122,7 +135,7 @@ def specs(config: Config, peers: Peers, plane: DataPlane, listener: socket.socke
                         where="process" if in_process else "task",
                         pass_fds=(listener.fileno(),) if in_process else (),
                         drain=True,
-                        title=f"runtime: {path}",
+                        title=f"runtime: {path}" if in_process else None,
                         **{**waiting, "stop_timeout": None},
                     )
                     for path in peers.frontends
@@ -132,6 +145,9 @@ def specs(config: Config, peers: Peers, plane: DataPlane, listener: socket.socke
                 **limits,
             )
         )
+    if CLIENT in peers.frontends:
+        arguments = (config, peers, plane, give)
+        tree.append(actors.ChildSpec(CLIENT, client, args=arguments, drain=True, **{**waiting, "stop_timeout": None}))
     return tree
 
 
@@ -151,44 +167,39 @@ async def open_tree(
     """
     if listener is not None and sniffio.current_async_library() != "trio":
         # The front needs trio; on another loop it is a process with a loop of its own.
-        placement = config.supervision.placement.replace(frontend="process")
-        config = config.with_placement(placement)
+        placement = structs.replace(config.supervision.placement, frontend="process")
+        config = structs.replace(config, supervision=structs.replace(config.supervision, placement=placement))
     names = [f"{HTTP}/frontend{i}" for i in range(config.http.frontends)] if listener is not None else []
     peers = Peers(
         frontends=(*names, *([CLIENT] if with_client else [])),
         detokenizer_is_process=config.supervision.placement.detokenizer == "process",
     )
     plane = DataPlane()
-    children = specs(config, peers, plane, listener)
+    tree: Tree
+
+    def give(front: Frontend) -> None:
+        tree.frontend = front
+
+    children = specs(config, peers, plane, listener, give)
+    fronts = tuple(name for name in (HTTP, CLIENT) if name in {child.name for child in children})
     s = config.supervision
     try:
         async with actors.open_supervisor(
-            name="root", intensity=s.intensity, period=s.period_s, on_event=on_event
+            children,
+            name="root",
+            intensity=s.intensity,
+            period=s.period_s,
+            wait_started=False,
+            on_event=on_event,
         ) as supervisor:
-            tree = Tree(config, supervisor)
-            if with_client:
-
-                def give(front: Frontend) -> None:
-                    tree.frontend = front
-
-                children.append(
-                    actors.ChildSpec(
-                        CLIENT,
-                        client,
-                        args=(config, peers, plane, give),
-                        drain=True,
-                        depends_on=(),
-                        start_timeout=s.start_timeout_max_s,
-                        start_timeout_max=s.start_timeout_max_s,
-                        stop_timeout=None,
-                    )
-                )
-            await supervisor.start_all(children, wait=wait_started)
+            tree = Tree(config, supervisor, fronts)
             try:
+                if wait_started:
+                    await supervisor.wait_started()
                 yield tree
             finally:
                 with anyio.CancelScope(shield=True):
-                    await tree.drain(0.0)
+                    await tree.drain(EXIT_GRACE_S)
     finally:
         plane.close()
 

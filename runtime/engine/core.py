@@ -14,26 +14,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from runtime.engine.batch import Batch, Runner, SlotTable, StepResult
+from runtime.engine.news import News
 from runtime.engine.request import Key, Request
 from runtime.engine.scheduler import Counts, EngineConfig, Scheduler
-from runtime.messages import (
-    ErrorCode,
-    FinishReason,
-    Opened,
-    SamplingParams,
-    StepTokens,
-    Submit,
-    TokenLogprobs,
-    TokenRow,
-)
+from runtime.engine.stops import StopIds
+from runtime.messages import ErrorCode, FinishReason, SamplingParams, StepTokens, Submit, TokenLogprobs
 
-# How many prompt tokens the detokenizer gets as the left context of the text.
-TAIL_TOKENS = 8
 
-_NO_ROWS: npt.NDArray[np.int64] = np.zeros((4, 0), np.int64)
+@dataclass(slots=True)
+class _Counts:
+    """Since the start. Seconds by phase: scheduling, launching, waiting for the runner, reading its tokens."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    aborted_requests: int = 0
+    schedule_s: float = 0.0
+    launch_s: float = 0.0
+    collect_s: float = 0.0
+    output_s: float = 0.0
 
 
 class EngineCore:
@@ -53,15 +54,14 @@ class EngineCore:
         self.scheduler = Scheduler(slots, runner.num_pages, config)
         self._eos = frozenset(eos_token_ids)
         self._clock = clock
+        # The longest a request can become: its row and the pool hold it. The last token needs no KV.
+        self.max_tokens = min(slots.context_tokens, runner.num_pages * slots.page_tokens + 1)
         self._requests: dict[Key, Request] = {}
         self._arrivals = 0
         self._deadlines: list[tuple[float, int, Key]] = []  # (when, arrival, key)
         self._flights: deque[tuple[Batch, Any]] = deque()
-        self._opened: list[Opened] = []
-        self._news: list[TokenRow] = []
-        self._plain = _NO_ROWS
-        self._origins: dict[str, int] = {}
-        self._watch = _Watch(self._eos)
+        self._news = News(self.scheduler.rows)
+        self._stops = StopIds(self._eos)
         self._counts = _Counts()
 
     # Words from outside
@@ -74,21 +74,21 @@ class EngineCore:
             if older.attempt >= submit.attempt:
                 return
             self._forget(older)
-        request = Request.of(submit, self._eos, self.scheduler.max_tokens)
+        request = Request.of(submit, self._eos, self.max_tokens)
         self._arrivals += 1
         request.arrival = self._arrivals
         refusal, code = self._refusal(submit, request)
         if refusal:
-            self._end(request, "error", refusal, code)
+            self._news.error(request, code, refusal)
             return
-        if request.resumed_tokens and self._stops(request, int(request.tokens[-1]), len(request.tokens) - 1):
-            self._end(request, "stop", stop_token=True)
+        if request.resumed_tokens and request.ends_with(int(request.tokens[-1]), len(request.tokens) - 1):
+            self._news.row(request, (), "stop", stop_token=True)
             return
         if len(request.tokens) >= request.limit and request.scores is None:
-            self._end(request, "length")
+            self._news.row(request, (), "length")
             return
         self._requests[key] = request
-        self._watch.add(request.stops)
+        self._stops.add(request.stops)
         if self._clock is not None and submit.budget_s is not None:
             heapq.heappush(self._deadlines, (self._clock() + submit.budget_s, request.arrival, key))
         self.scheduler.line.join(request)
@@ -114,11 +114,11 @@ class EngineCore:
             where = "waiting to run" if request.slot < 0 else "running"
             self._forget(request)
             what = f"the request's time was up while it was {where}, after {done} tokens of output"
-            self._end(request, "error", what, "deadline")
+            self._news.error(request, "deadline", what)
 
     def flush(self) -> int:
         """Drop cached prefixes that nobody uses. Returns how many pages that were."""
-        return self.scheduler.flush()
+        return self.scheduler.memory.flush()
 
     def has_work(self) -> bool:
         return bool(self._requests or self._flights or self._news)
@@ -146,7 +146,7 @@ class EngineCore:
         batch = self.scheduler.plan(busy=bool(self._flights))
         planned = launched = collected = time.perf_counter()
         for request, cached_tokens in self.scheduler.admitted:
-            self._open(request, cached_tokens)
+            self._news.open(request, cached_tokens)
         self.scheduler.admitted.clear()
         if batch is not None:
             self._flights.append((batch, self.runner.launch(batch)))
@@ -156,7 +156,9 @@ class EngineCore:
             result = self.runner.collect(handle)
             collected = time.perf_counter()
             self._read(batch, result)
-        message = self._message()
+        message = self._news.message()
+        if not self._requests:
+            self._news.forget_origins()
         counts = self._counts
         counts.schedule_s += planned - started
         counts.launch_s += launched - planned
@@ -188,11 +190,10 @@ class EngineCore:
         took = live & batch.sample
         self.table.tokens[slots[took], ends[took]] = tokens[took]
         self._counts.generated_tokens += int(np.count_nonzero(took))
-        notable = self._watch.hits(tokens) | rows.verbose[slots] | (tokens < 0) | (ends + 1 >= rows.limit[slots])
+        notable = self._stops.hits(tokens) | rows.verbose[slots] | (tokens < 0) | (ends + 1 >= rows.limit[slots])
         notable[batch.decodes :] = True
         plain = live & ~notable
-        which = slots[plain]
-        self._plain = np.stack([rows.origin[which], rows.id[which], rows.attempt[which], tokens[plain]])
+        self._news.plain(slots[plain], tokens[plain])
         for row in np.flatnonzero(live & notable).tolist():
             request = rows.request[slots[row]]
             assert request is not None
@@ -205,7 +206,7 @@ class EngineCore:
         if sampled and token < 0:
             self._drop(request, poisoned=True)
             what = f"the model's output for token {end - request.prompt_tokens} was not a number (NaN or infinite)"
-            self._end(request, "error", f"{what}; this request is lost, others are not concerned", "not_finite")
+            self._news.error(request, "not_finite", f"{what}; this request is lost, others are not concerned")
             return
         if request.scores is not None:
             self._read_scores(request, row, batch, result)
@@ -214,9 +215,9 @@ class EngineCore:
         if not sampled:
             if end >= request.limit:  # only its prompt was wanted
                 self._drop(request)
-                self._end(request, "length")
+                self._news.row(request, (), "length")
             return
-        stop = self._stops(request, token, end)
+        stop = request.ends_with(token, end)
         finish: FinishReason | None = "stop" if stop else "length" if end + 1 >= request.limit else None
         logprobs: tuple[TokenLogprobs, ...] = ()
         if row in result.logprobs:
@@ -224,7 +225,7 @@ class EngineCore:
             logprobs = (TokenLogprobs(token, logprob, tuple(ids.tolist()), tuple(values.tolist())),)
         if finish is not None:
             self._drop(request)
-        self._tell(request, (token,), finish, stop_token=stop, logprobs=logprobs)
+        self._news.row(request, (token,), finish, stop_token=stop, logprobs=logprobs)
 
     def _read_scores(self, request: Request, row: int, batch: Batch, result: StepResult) -> None:
         """Logprobs of prompt tokens: what position p says about the token at p + 1."""
@@ -237,9 +238,6 @@ class EngineCore:
             request.tokens[first:last].tolist(), logprobs.tolist(), ids.tolist(), values.tolist(), strict=False
         ):
             request.scores.append(TokenLogprobs(token, logprob, tuple(top), tuple(top_logprobs)))
-
-    def _stops(self, request: Request, token: int, position: int) -> bool:
-        return token in request.stops and position >= request.min_length
 
     def _known_tokens(self, request: Request) -> int:
         if request.slot < 0:
@@ -262,89 +260,11 @@ class EngineCore:
 
     def _drop_name(self, request: Request) -> None:
         del self._requests[request.key]
-        self._watch.remove(request.stops)
-
-    # Words to the outside
-
-    def _open(self, request: Request, cached_tokens: int) -> None:
-        rows, slot = self.scheduler.rows, request.slot
-        if slot >= 0:
-            rows.origin[slot] = self._origins.setdefault(request.origin, len(self._origins))
-        if request.opened:
-            return
-        request.opened = True
-        prompt, output = request.tokens[: request.prompt_tokens], request.tokens[request.prompt_tokens :]
-        self._opened.append(
-            Opened(
-                origin=request.origin,
-                id=request.id,
-                attempt=request.attempt,
-                prompt_tail=prompt[-TAIL_TOKENS:].tobytes(),
-                output=output[: request.resumed_tokens].tobytes(),
-                stop=request.params.stop,
-                include_stop=request.params.include_stop,
-                skip_special_tokens=request.params.skip_special_tokens,
-                prompt_tokens=request.prompt_tokens,
-                cached_tokens=cached_tokens,
-            )
-        )
-
-    def _tell(
-        self,
-        request: Request,
-        tokens: tuple[int, ...],
-        finish: FinishReason | None = None,
-        error: str = "",
-        code: ErrorCode = "",
-        stop_token: bool = False,
-        logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> None:
-        scores: tuple[TokenLogprobs | None, ...] = ()
-        if request.scores is not None:
-            scores, request.scores = tuple(request.scores), None
-        self._news.append(
-            TokenRow(
-                request.origin,
-                request.id,
-                request.attempt,
-                tokens,
-                finish=finish,
-                error=error,
-                code=code,
-                stop_token=stop_token,
-                logprobs=logprobs,
-                prompt_logprobs=scores,
-            )
-        )
-
-    def _end(
-        self, request: Request, finish: FinishReason, error: str = "", code: ErrorCode = "", stop_token: bool = False
-    ) -> None:
-        """The last word of a request that gets no token with it."""
-        self._open(request, 0)
-        if finish == "error":
-            request.scores = None
-        self._tell(request, (), finish, error, code, stop_token)
-
-    def _message(self) -> StepTokens | None:
-        plain = self._plain
-        if not (self._opened or self._news or plain.shape[1]):
-            return None
-        message = StepTokens(
-            opened=tuple(self._opened),
-            news=tuple(self._news),
-            origins=tuple(self._origins) if plain.shape[1] else (),
-            plain=plain.tobytes(),
-        )
-        self._opened, self._news = [], []
-        self._plain = _NO_ROWS
-        if not self._requests:
-            self._origins = {}
-        return message
+        self._stops.remove(request.stops)
 
     def _refusal(self, submit: Submit, request: Request) -> tuple[str, ErrorCode]:
         """Why this request can never run, or not now; empty if it can."""
-        prompt, pool_tokens = request.prompt_tokens, self.scheduler.pool.total * self.table.page_tokens
+        prompt, pool_tokens = request.prompt_tokens, self.scheduler.memory.pool.total * self.table.page_tokens
         if not prompt:
             return "the prompt is empty: it must have at least one token", "internal"
         if prompt + min(request.params.max_tokens, 1) > self.table.context_tokens:
@@ -362,14 +282,14 @@ class EngineCore:
 
     def stats(self) -> dict[str, float]:
         """Figures for the metrics: gauges of this moment, and counters since the start."""
-        scheduler, pool, counts = self.scheduler, self.scheduler.pool, self._counts
+        scheduler, memory, counts = self.scheduler, self.scheduler.memory, self._counts
         return {
             "requests_running": len(scheduler.running),
             "requests_waiting": len(scheduler.line),
-            "kv_pages_free": pool.free,
-            "kv_pages_cached": pool.cached,
-            "kv_pages_used": pool.used,
-            "kv_pages_evictable": scheduler.tree.evictable_pages,
+            "kv_pages_free": memory.pool.free,
+            "kv_pages_cached": memory.pool.cached,
+            "kv_pages_used": memory.pool.used,
+            "kv_pages_evictable": memory.tree.evictable_pages,
             "caution": scheduler.caution,
             "steps": counts.steps,
             "computed_tokens": counts.computed_tokens,
@@ -378,7 +298,7 @@ class EngineCore:
             "prompt_tokens": scheduler.counts.prompt_tokens,
             "cached_tokens": scheduler.counts.cached_tokens,
             "retractions": scheduler.counts.retractions,
-            "evicted_pages": scheduler.counts.evicted_pages,
+            "evicted_pages": memory.evicted_pages,
             "phase_schedule_s": counts.schedule_s,
             "phase_launch_s": counts.launch_s,
             "phase_collect_s": counts.collect_s,
@@ -389,48 +309,3 @@ class EngineCore:
         """Assert the invariants of everything that owns pages and slots. Walks the whole cache: for idle moments."""
         self.scheduler.check()
         assert len(self._requests) == len(self.scheduler.running) + len(self.scheduler.line)
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Since the start. Seconds by phase: scheduling, launching, waiting for the runner, reading its tokens."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    aborted_requests: int = 0
-    schedule_s: float = 0.0
-    launch_s: float = 0.0
-    collect_s: float = 0.0
-    output_s: float = 0.0
-
-
-class _Watch:
-    """Which token ids may end some request: one look-up for a whole step, the exact question only for the hits."""
-
-    # Ids beyond this are no token of any vocabulary.
-    MOST = 1 << 24
-
-    def __init__(self, always: frozenset[int]) -> None:
-        self._users = np.zeros(2, np.int32)  # by token id; the last entry stands for all ids beyond
-        self.add(always)
-
-    def add(self, ids: frozenset[int]) -> None:
-        if not ids:
-            return
-        known = [id for id in ids if 0 <= id < self.MOST]
-        if known and max(known) >= len(self._users) - 1:
-            grown = np.zeros(max(known) + 2, np.int32)
-            grown[: len(self._users)] = self._users
-            self._users = grown
-        for id in known:
-            self._users[id] += 1
-
-    def remove(self, ids: frozenset[int]) -> None:
-        for id in ids:
-            if 0 <= id < self.MOST:
-                self._users[id] -= 1
-
-    def hits(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        users = self._users[np.clip(tokens, 0, len(self._users) - 1)]
-        return users > 0

@@ -2,19 +2,35 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from runtime.engine import native
 from runtime.engine.batch import F32, I32, Batch, SlotTable, StepResult
-from runtime.engine.kv import PagedKV, StepIndex, step_index
+from runtime.engine.cpu_info import cpu_flags, total_bytes, usable_cores
+from runtime.engine.kv import PagedKV, TorchModel
+from runtime.engine.native.model import NativeModel
 from runtime.engine.sampling import sample, token_logprobs
 from runtime.models.config import ModelConfig, ModelError
-from runtime.models.decoder import Decoder
 from runtime.models.linear import Int8Linear, dense
 from runtime.models.loader import Progress, available_bytes, check_memory, dummy, load, weight_bytes
 
 _LOGIT_ROWS = 128  # prompt logprobs are taken in blocks: a block of float32 logits stays a few tens of MB
+
+
+class Model(Protocol):
+    """What a step needs of a model: ``TorchModel`` or ``NativeModel``."""
+
+    other_bytes: int
+
+    def attach(self, kv: PagedKV) -> None: ...
+    def run(self, batch: Batch, rows: I32, keep_hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def workspace_bytes(self) -> int: ...
+    def close(self) -> None: ...
 
 
 class CpuRunner:
@@ -40,28 +56,36 @@ class CpuRunner:
         kv_tokens: int = 0,
         mem_fraction: float = 0.85,
         dummy_weights: bool = False,
+        use_native: bool | None = None,
         progress: Progress | None = None,
     ) -> None:
-        if threads:
-            torch.set_num_threads(threads)
-        self.config, self.slots, self.page_tokens = config, slots, slots.page_tokens
+        library = native.library() if use_native is not False else None
+        if use_native and library is None:
+            raise ModelError("the native kernels are not built; run python -m runtime.engine.native build")
+        self.config, self.slots, self.page_tokens, self.native = config, slots, slots.page_tokens, library is not None
         self.dtype = choose_dtype(dtype, config)
         if quantization not in ("none", "int8"):
             raise ModelError(f"quantization = {quantization!r} is not known; known: none, int8")
         int8 = quantization == "int8"
-        self._weight_bytes = weight_bytes(config, self.dtype, matrix_bytes=1 if int8 else None)
-        if int8 and config.tied_head:
-            self._weight_bytes += config.vocab_size * config.hidden_size
+        self._weight_bytes = _weight_bytes(config, self.dtype, int8=int8, native=self.native)
         token_bytes = PagedKV.token_bytes(config, self.dtype)
         check_memory(self._weight_bytes + kv_tokens * token_bytes, f"the model in {model_dir} with its KV memory")
         with torch.inference_mode():
-            self.decoder = Decoder(
-                config, self._weights(model_dir, dummy_weights, progress), Int8Linear if int8 else dense
-            )
+            weights = self._weights(model_dir, dummy_weights, progress)
+            self.model: Model
+            if library is not None:
+                self.model = NativeModel(
+                    library, config, weights, slots, self.dtype, int8=int8, threads=threads or usable_cores()
+                )
+            else:
+                if threads:
+                    torch.set_num_threads(threads)
+                self.model = TorchModel(config, weights, slots, Int8Linear if int8 else dense)
             self.num_pages = self._kv_pages(kv_tokens, mem_fraction, token_bytes)
             if progress is not None:
                 progress("kv", 0, self.num_pages * self.page_tokens * token_bytes)
             self.kv = PagedKV(config, self.num_pages, self.page_tokens, self.dtype)
+            self.model.attach(self.kv)
 
     def _weights(
         self, model_dir: Path | str | None, dummy_weights: bool, progress: Progress | None
@@ -87,33 +111,29 @@ class CpuRunner:
     def launch(self, batch: Batch) -> StepResult:
         """Computes the step. The sampled tokens are returned, not written to the slot table."""
         with torch.inference_mode():
-            index = step_index(batch, self.slots, self.kv.zero_place)
-            hidden = self.decoder.hidden(
-                index.tokens, index.positions, lambda layer, q, k, v: self.kv.attend(index, layer, q, k, v)
-            )
-            return self._result(batch, index, hidden)
+            ends = np.cumsum(batch.extend, dtype=np.int32) - np.int32(1)
+            rows = np.flatnonzero(batch.sample)
+            asking = np.flatnonzero(self._wants_prompt(batch))
+            logits, hidden = self.model.run(batch, ends[rows], bool(asking.size))
+            tokens: I32 = np.full(len(batch.slots), -1, np.int32)
+            logprobs = {}
+            if rows.size:
+                drawn = sample(logits, self.slots, batch.slots[rows], (batch.cached + batch.extend)[rows])
+                tokens[rows] = drawn.tokens
+                logprobs = {int(rows[i]): value for i, value in drawn.logprobs.items()}
+            prompt_logprobs = {}
+            for i in asking.tolist():
+                assert hidden is not None
+                part = hidden[int(ends[i]) + 1 - int(batch.extend[i]) : int(ends[i]) + 1]
+                prompt_logprobs[i] = self._prompt_logprobs(batch, i, part)
+            return StepResult(tokens, logprobs, prompt_logprobs)
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
 
-    def _result(self, batch: Batch, index: StepIndex, hidden: torch.Tensor) -> StepResult:
-        tokens: I32 = np.full(len(batch.slots), -1, np.int32)
-        rows = np.flatnonzero(batch.sample)
-        logprobs = {}
-        if rows.size:
-            logits = self.decoder.logits(hidden[torch.from_numpy(index.ends[rows])])
-            drawn = sample(logits, self.slots, batch.slots[rows], (batch.cached + batch.extend)[rows])
-            tokens[rows] = drawn.tokens
-            logprobs = {int(rows[i]): value for i, value in drawn.logprobs.items()}
-        prompt_logprobs = {}
-        for i in np.flatnonzero(self._wants_prompt(batch)):
-            first = int(index.ends[i]) - int(batch.extend[i]) + 1
-            prompt_logprobs[int(i)] = self._prompt_logprobs(batch, int(i), hidden[first : int(index.ends[i]) + 1])
-        return StepResult(tokens, logprobs, prompt_logprobs)
-
-    def _wants_prompt(self, batch: Batch) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    def _wants_prompt(self, batch: Batch) -> npt.NDArray[np.bool_]:
         inside = batch.cached + 1 < self.slots.prompt_tokens[batch.slots]
-        wants: np.ndarray[tuple[int], np.dtype[np.bool_]] = inside & (self.slots.prompt_logprobs[batch.slots] >= 0)
+        wants: npt.NDArray[np.bool_] = inside & (self.slots.prompt_logprobs[batch.slots] >= 0)
         return wants
 
     def _prompt_logprobs(self, batch: Batch, row: int, hidden: torch.Tensor) -> tuple[F32, I32, F32]:
@@ -128,25 +148,32 @@ class CpuRunner:
             part = slice(at, min(at + _LOGIT_ROWS, known))
             following = self.slots.tokens[slot, first + part.start : first + part.stop]
             chosen[part], ids[part], values[part] = token_logprobs(
-                self.decoder.logits(hidden[part]), torch.from_numpy(following), top
+                self.model.logits(hidden[part]), torch.from_numpy(following), top
             )
         return chosen, ids, values
 
     def memory(self) -> dict[str, int]:
         """Bytes by use. KV memory is committed as it is first written."""
-        widest = max(2 * self.config.mlp_size, self.config.q_size + 2 * self.config.kv_size)
-        rope = self.decoder.cos.nbytes + self.decoder.sin.nbytes
+        logits = _LOGIT_ROWS * 4 * self.config.vocab_size
         return {
             "weights": self._weight_bytes,
             "kv": self.kv.nbytes,
             "graphs": 0,
-            "activations": _LOGIT_ROWS * 4 * (self.config.vocab_size + widest),
-            "other": rope,
+            "activations": logits + self.model.workspace_bytes(),
+            "other": self.model.other_bytes,
         }
 
     def close(self) -> None:
-        """Gives the memory back; the runner is of no use afterwards."""
-        del self.decoder, self.kv
+        """Ends the native threads and gives the memory back; the runner is of no use afterwards."""
+        self.model.close()
+        del self.model, self.kv
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype, *, int8: bool, native: bool) -> int:
+    """What the weights will take. Our kernels and int8 hold a tied head apart from the embedding."""
+    matrix_bytes = (1 + 4 / 64 if native else 1) if int8 else dtype.itemsize
+    head = config.vocab_size * config.hidden_size * matrix_bytes if config.tied_head and (int8 or native) else 0
+    return weight_bytes(config, dtype, matrix_bytes=matrix_bytes) + int(head)
 
 
 def choose_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
@@ -158,20 +185,3 @@ def choose_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
     if dtype not in known:
         raise ModelError(f"dtype = {dtype!r} is not known on CPU; known: auto, {', '.join(known)}")
     return known[dtype]
-
-
-def cpu_flags() -> set[str]:
-    """The instruction sets the kernel reports for this processor; empty where it doesn't say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
-
-
-def total_bytes() -> int:
-    """The machine's memory."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
-    return 0

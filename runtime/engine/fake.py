@@ -100,17 +100,24 @@ class FakeRunner:
         assert not self.step_tokens or total <= self.step_tokens, "over the token budget"
         if decodes:
             self.largest_prefill = max(self.largest_prefill, total - decodes)
+        for row, slot in enumerate(batch.slots.tolist()):
+            if batch.sample[row] and slot in batch.new_slots:
+                end = int(batch.cached[row] + batch.extend[row])
+                assert (self._tokens[slot, end:] == -1).all(), "tokens of another request beyond the known ones"
         writes = np.concatenate([self._touched(flight, row, int(batch.cached[row])) for row in range(len(batch.slots))])
         assert len(np.unique(writes)) == len(writes), "two rows write one page"
         for earlier in self._flights:
             for row, slot in enumerate(earlier.batch.slots.tolist()):
-                others = [
-                    self._touched(flight, mine, int(batch.cached[mine]))
-                    for mine in range(len(batch.slots))
-                    if batch.slots[mine] != slot
-                ]
-                busy = self._touched(earlier, row, 0)
-                assert not others or not np.isin(np.concatenate(others), busy).any(), "a page in flight was given away"
+                others = np.flatnonzero(batch.slots != slot).tolist()
+                read, written = (
+                    self._touched(earlier, row, 0),
+                    self._touched(earlier, row, int(earlier.batch.cached[row])),
+                )
+                for other in others:
+                    writes = self._touched(flight, other, int(batch.cached[other]))
+                    assert not np.isin(writes, read).any(), "a page that a step in flight reads was given away"
+                    reads = self._touched(flight, other, 0)
+                    assert not np.isin(reads, written).any(), "a page that a step in flight writes is shared already"
 
     def _touched(self, flight: _Flight, row: int, first: int) -> I32:
         """The pages that a row uses from position ``first`` to its end."""

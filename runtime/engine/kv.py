@@ -1,5 +1,6 @@
-"""The KV memory of a CPU runner in pages, and attention over it in plain torch."""
+"""The KV memory of a CPU runner in pages, and a model over it in plain torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,8 +8,9 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from runtime.engine.batch import Batch, SlotTable
+from runtime.engine.batch import I32, Batch, SlotTable
 from runtime.models.config import ModelConfig
+from runtime.models.decoder import Decoder, MakeLinear
 
 I64 = npt.NDArray[np.int64]
 
@@ -20,7 +22,6 @@ class StepIndex:
     tokens: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
     places: torch.Tensor  # int64 [tokens]: page * page_tokens + offset
-    ends: I64  # [n] the index of each row's last token
     decodes: int
     decode_places: torch.Tensor | None  # int64 [decodes * longest]; behind a row's end: the row of zeros
     decode_mask: torch.Tensor | None  # bool [decodes, 1, 1, longest]
@@ -52,7 +53,6 @@ def step_index(batch: Batch, slots: SlotTable, zero_place: int) -> StepIndex:
         tokens=torch.from_numpy(slots.tokens[slot, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
         places=torch.from_numpy(page * size + positions % size),
-        ends=ends - 1,
         decodes=batch.decodes,
         decode_places=decode_places,
         decode_mask=decode_mask,
@@ -68,8 +68,8 @@ class PagedKV:
 
     def __init__(self, config: ModelConfig, num_pages: int, page_tokens: int, dtype: torch.dtype) -> None:
         shape = (num_pages + 1, page_tokens, config.kv_heads, config.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        self.keys = [_untouched(shape, dtype) for _ in range(config.layers)]
+        self.values = [_untouched(shape, dtype) for _ in range(config.layers)]
         self.zero_place = num_pages * page_tokens
 
     @staticmethod
@@ -80,25 +80,28 @@ class PagedKV:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
-    def attend(self, index: StepIndex, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Stores k and v [tokens, kv_heads, head_dim] and attends with q [tokens, q_heads, head_dim]; like q."""
-        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
-        keys.index_copy_(0, index.places, k)
-        values.index_copy_(0, index.places, v)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if index.decode_places is not None:
-            # A row's stale memory may hold NaN, which no mask hides: behind its end a row reads zeros instead.
-            shape = (index.decodes, -1, *k.shape[1:])
-            past_k = keys.index_select(0, index.decode_places).view(shape).transpose(1, 2)
-            past_v = values.index_select(0, index.decode_places).view(shape).transpose(1, 2)
-            queries = q[: index.decodes, :, None]
-            out[: index.decodes] = F.scaled_dot_product_attention(
-                queries, past_k, past_v, attn_mask=index.decode_mask, enable_gqa=True
-            )[:, :, 0]
-        for first, count, cached, places in index.extends:
-            past_k, past_v = keys.index_select(0, places), values.index_select(0, places)
-            out[first : first + count] = causal_attention(q[first : first + count], past_k, past_v, cached)
-        return out
+
+def paged_attention(
+    kv: PagedKV, index: StepIndex, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Stores k and v [tokens, kv_heads, head_dim] and attends with q [tokens, q_heads, head_dim]; like q."""
+    keys, values = kv.keys[layer].flatten(0, 1), kv.values[layer].flatten(0, 1)
+    keys.index_copy_(0, index.places, k)
+    values.index_copy_(0, index.places, v)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if index.decode_places is not None:
+        # A row's stale memory may hold NaN, which no mask hides: behind its end a row reads zeros instead.
+        shape = (index.decodes, -1, *k.shape[1:])
+        past_k = keys.index_select(0, index.decode_places).view(shape).transpose(1, 2)
+        past_v = values.index_select(0, index.decode_places).view(shape).transpose(1, 2)
+        queries = q[: index.decodes, :, None]
+        out[: index.decodes] = F.scaled_dot_product_attention(
+            queries, past_k, past_v, attn_mask=index.decode_mask, enable_gqa=True
+        )[:, :, 0]
+    for first, count, cached, places in index.extends:
+        past_k, past_v = keys.index_select(0, places), values.index_select(0, places)
+        out[first : first + count] = causal_attention(q[first : first + count], past_k, past_v, cached)
+    return out
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached: int) -> torch.Tensor:
@@ -116,3 +119,48 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached: 
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+class TorchModel:
+    """The decoder over paged KV in plain torch: always correct, everywhere."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        slots: SlotTable,
+        make_linear: MakeLinear,
+    ) -> None:
+        self.decoder, self.slots = Decoder(config, weights, make_linear), slots
+        self.other_bytes = self.decoder.cos.nbytes + self.decoder.sin.nbytes
+
+    def attach(self, kv: PagedKV) -> None:
+        """Tells the model where keys and values live."""
+        self.kv = kv
+
+    def run(self, batch: Batch, rows: I32, keep_hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes a step. Of its tokens, laid out row after row, those at ``rows`` get logits float32 [rows, vocab];
+        with ``keep_hidden`` all get their hidden state [tokens, hidden]."""
+        index = step_index(batch, self.slots, self.kv.zero_place)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return paged_attention(self.kv, index, layer, q, k, v)
+
+        hidden = self.decoder.hidden(index.tokens, index.positions, attend)
+        return self.decoder.logits(hidden[torch.from_numpy(rows).long()]), hidden if keep_hidden else None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of rows of the hidden states: float32 [rows, vocab]."""
+        return self.decoder.logits(hidden)
+
+    def workspace_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        del self.decoder, self.kv
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory until they are written (``torch.zeros`` writes them)."""
+    bytes_ = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(bytes_).view(dtype).view(shape)

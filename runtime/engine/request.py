@@ -77,6 +77,9 @@ class Request:
         """A stop token at an earlier position than this is none."""
         return self.prompt_tokens + self.params.min_tokens
 
+    def ends_with(self, token: int, position: int) -> bool:
+        return token in self.stops and position >= self.min_length
+
     def write(self, table: SlotTable) -> None:
         """Fill the slot's row: tokens and how to sample."""
         slot, params = self.slot, self.params
@@ -126,3 +129,19 @@ class Rows:
         self.id: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self.attempt: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self.request: list[Request | None] = [None] * slots
+
+    def open(self, request: Request, cached: int) -> None:
+        """A request starts to run in its slot, with ``cached`` tokens in whole pages."""
+        slot = request.slot
+        self.cached[slot] = self.computed[slot] = self.capacity[slot] = cached
+        self.length[slot] = len(request.tokens)
+        self.limit[slot] = request.limit
+        self.live[slot] = True
+        self.decoding[slot] = False
+        self.verbose[slot] = request.params.logprobs >= 0
+        self.id[slot], self.attempt[slot] = request.id, request.attempt
+        self.request[slot] = request
+
+    def close(self, slot: int) -> None:
+        self.live[slot] = self.decoding[slot] = False
+        self.request[slot] = None

@@ -12,7 +12,9 @@ from runtime.engine.request import Request
 
 Policy = Literal["fcfs", "lpm"]
 
-# Longest prefix match looks at the first few in line only, and lets nobody be overtaken more often than this.
+# So many are offered for admission in one step. Longest prefix match looks at the first few in line only, and lets
+# nobody be overtaken more often than its patience allows.
+WINDOW = 1024
 LPM_WINDOW = 64
 LPM_PATIENCE = 256
 
@@ -33,10 +35,6 @@ class WaitingLine:
     @property
     def first(self) -> Request | None:
         return self._line[0] if self._line else None
-
-    def requests(self) -> list[Request]:
-        """Who stands in line (followers do not), by rank."""
-        return self._line
 
     def join(self, request: Request) -> None:
         insort(self._line, request, key=lambda other: other.rank)
@@ -71,7 +69,7 @@ class WaitingLine:
     def candidates(self, cached_tokens: Callable[[Request], int]) -> list[Request]:
         """Who should be admitted next, best first."""
         if self._policy == "fcfs" or len(self._line) < 2:
-            return self._line.copy()
+            return self._line[:WINDOW]
         window = self._line[:LPM_WINDOW]
         order = {
             request: (

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from runtime.engine import native
 from runtime.engine.batch import Batch, Runner, SlotTable, StepResult
 
 VOCAB = 320
@@ -62,6 +64,17 @@ def save_checkpoint(folder: Path, family: str, max_shard_size: str = "1GB") -> A
                 value.add_(torch.randn_like(value) * 0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def built_library(folder: Path) -> None:
+    """Makes sure that the native kernels are there, built into ``folder`` where this machine has none yet."""
+    if native.find() is None:
+        try:
+            library = native.build(folder)
+        except native.BuildError as error:
+            pytest.skip(str(error))
+        native.folders = lambda: (library.parent,)  # type: ignore[assignment]
+        native.library.cache_clear()
 
 
 def prompts(count: int, longest: int, seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:

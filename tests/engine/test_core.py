@@ -1,115 +1,17 @@
 """The engine's core over the fake runner: whatever happens, everyone gets the tokens that its text defines."""
 
-from dataclasses import dataclass, field
-
-import numpy as np
 import pytest
+from corekit import EOS, VOCAB, Bench, depths, ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.engine.batch import SlotTable
-from runtime.engine.core import EngineCore
-from runtime.engine.fake import POISON, FakeRunner, continuation
-from runtime.engine.scheduler import EngineConfig
-from runtime.messages import Opened, SamplingParams, StepTokens, Submit, TokenLogprobs, TokenRow
-
-VOCAB = 40
-EOS = (7, 11)
-
-
-def ids(tokens: list[int]) -> bytes:
-    return np.array(tokens, np.int32).tobytes()
-
-
-@dataclass
-class Client:
-    """What came out, by (id, attempt)."""
-
-    opened: dict[tuple[int, int], Opened] = field(default_factory=dict)
-    tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    last: dict[tuple[int, int], TokenRow] = field(default_factory=dict)
-    rows: list[TokenRow] = field(default_factory=list)
-
-    def read(self, message: StepTokens | None) -> None:
-        if message is None:
-            return
-        for opened in message.opened:
-            key = opened.id, opened.attempt
-            assert key not in self.opened, "opened twice"
-            self.opened[key] = opened
-        seen = set()
-        for row in message.rows:
-            key = row.id, row.attempt
-            assert key not in seen, "two rows in one message"
-            seen.add(key)
-            assert key in self.opened, "a row before its opening"
-            assert key not in self.last or self.last[key].finish is None, "a row after the last word"
-            self.tokens.setdefault(key, []).extend(row.tokens)
-            self.last[key] = row
-            self.rows.append(row)
-
-
-class Bench:
-    """An engine over a fake runner, and its client."""
-
-    def __init__(
-        self,
-        pages: int = 64,
-        page_tokens: int = 4,
-        slots: int = 8,
-        context: int = 128,
-        depth: int = 1,
-        clock: object = None,
-        vocab: int = VOCAB,
-        **config: object,
-    ) -> None:
-        self.table = SlotTable(slots, context, page_tokens)
-        self.config = EngineConfig(**{"step_tokens": 64, "mixed_tokens": 32, **config})
-        self.runner = FakeRunner(self.table, pages, depth, vocab, self.config.step_tokens)
-        self.core = EngineCore(self.runner, self.table, self.config, EOS, clock=clock)
-        self.client = Client()
-        self.sent: dict[tuple[int, int], tuple[list[int], SamplingParams]] = {}
-
-    def submit(self, id: int, prompt: list[int], attempt: int = 0, output: list[int] | None = None, **more) -> None:
-        names = ("priority", "cache_salt", "budget_s")
-        extra = {name: more.pop(name) for name in names if name in more}
-        params = SamplingParams(**more)
-        self.sent[id, attempt] = prompt, params
-        self.core.submit(Submit("here", id, attempt, ids(prompt), params, ids(output or []), **extra))
-
-    def step(self) -> StepTokens | None:
-        message = self.core.step()
-        self.client.read(message)
-        return message
-
-    def drain(self, most: int = 20_000) -> None:
-        for _ in range(most):
-            if not self.core.has_work():
-                break
-            self.step()
-        assert not self.core.has_work(), "the engine does not come to rest"
-        self.core.check()
-        pool = self.core.scheduler.pool
-        assert pool.used == 0 and pool.free + pool.cached == pool.total
-
-    def expected(self, id: int, attempt: int = 0) -> tuple[list[int], str]:
-        prompt, params = self.sent[id, attempt]
-        return continuation(prompt, params, EOS, self.runner.vocab, self.core.scheduler.max_tokens)
-
-    def assert_right(self, id: int, attempt: int = 0, had: int = 0) -> None:
-        tokens, finish = self.expected(id, attempt)
-        assert self.client.tokens.get((id, attempt), []) == tokens[had:]
-        assert self.client.last[id, attempt].finish == finish
-
-
-@pytest.fixture(params=[1, 2], ids=["strict", "overlap"])
-def depth(request: pytest.FixtureRequest) -> int:
-    return request.param
-
+from runtime.engine.fake import POISON, continuation
+from runtime.messages import SamplingParams, Submit, TokenLogprobs
 
 # Single requests
 
 
+@depths
 def test_one_request(depth: int) -> None:
     bench = Bench(depth=depth)
     bench.submit(1, [3, 1, 4, 1, 5], max_tokens=20, ignore_eos=True)
@@ -119,6 +21,7 @@ def test_one_request(depth: int) -> None:
     assert (opened.prompt_tokens, opened.cached_tokens, opened.prompt_tail) == (5, 0, ids([3, 1, 4, 1, 5]))
 
 
+@depths
 def test_a_request_ends_at_an_end_token_and_says_so(depth: int) -> None:
     bench = Bench(depth=depth, context=1000, pages=300)
     bench.submit(1, [1, 2], max_tokens=900)
@@ -128,6 +31,7 @@ def test_a_request_ends_at_an_end_token_and_says_so(depth: int) -> None:
     assert (last.finish, last.stop_token, last.tokens[-1] in EOS) == ("stop", True, True)
 
 
+@depths
 def test_stop_token_ids_end_a_request_that_ignores_the_models_own(depth: int) -> None:
     bench = Bench(depth=depth, context=1000, pages=300)
     bench.submit(1, [1, 2], max_tokens=900, ignore_eos=True, stop_token_ids=(5, 2**31 - 1))
@@ -137,6 +41,7 @@ def test_stop_token_ids_end_a_request_that_ignores_the_models_own(depth: int) ->
     assert set(EOS) & set(bench.client.tokens[1, 0])
 
 
+@depths
 def test_no_end_before_min_tokens(depth: int) -> None:
     bench = Bench(depth=depth, context=1000, pages=300)
     bench.submit(1, [1, 2], max_tokens=900, min_tokens=200)
@@ -145,6 +50,7 @@ def test_no_end_before_min_tokens(depth: int) -> None:
     assert len(bench.client.tokens[1, 0]) > 200
 
 
+@depths
 def test_a_request_ends_where_the_context_does(depth: int) -> None:
     bench = Bench(depth=depth, context=24)
     bench.submit(1, list(range(20)), max_tokens=100, ignore_eos=True)
@@ -153,6 +59,7 @@ def test_a_request_ends_where_the_context_does(depth: int) -> None:
     assert len(bench.client.tokens[1, 0]) == 4 and bench.client.last[1, 0].finish == "length"
 
 
+@depths
 def test_a_request_ends_where_the_pool_does(depth: int) -> None:
     bench = Bench(depth=depth, pages=4, page_tokens=4)
     bench.submit(1, list(range(10)), max_tokens=100, ignore_eos=True)
@@ -191,6 +98,7 @@ def test_a_full_queue_refuses_first_attempts_only() -> None:
 # Resumption and attempts
 
 
+@depths
 def test_a_resumed_request_goes_on_where_it_was(depth: int) -> None:
     bench = Bench(depth=depth)
     prompt, params = [3, 1, 4, 1, 5], {"max_tokens": 20, "ignore_eos": True, "seed": 9}
@@ -212,18 +120,22 @@ def test_an_output_that_ended_already_ends_at_once() -> None:
     assert not bench.core.has_work()
 
 
+@depths
 def test_a_higher_attempt_replaces_the_lower(depth: int) -> None:
     bench = Bench(depth=depth)
     bench.submit(1, [1, 2, 3], attempt=1, max_tokens=9, ignore_eos=True)
     bench.step()
     bench.submit(1, [1, 2, 3], attempt=2, max_tokens=9, ignore_eos=True)
-    bench.submit(1, [1, 2, 3], attempt=1, max_tokens=9, ignore_eos=True)  # stale: left unread
+    bench.step()
+    for attempt in (1, 2):  # stale, and told before: left unread
+        bench.submit(1, [1, 2, 3], attempt=attempt, max_tokens=9, ignore_eos=True)
     bench.core.abort("here", 1, 1)  # stale too
     bench.drain()
     bench.assert_right(1, 2)
     assert (1, 1) not in bench.client.last or bench.client.last[1, 1].finish is None
 
 
+@depths
 def test_an_abort_is_silent_and_frees_everything(depth: int) -> None:
     for steps in range(6):
         bench = Bench(depth=depth, step_tokens=8)
@@ -239,6 +151,7 @@ def test_an_abort_is_silent_and_frees_everything(depth: int) -> None:
 # Faults and deadlines
 
 
+@depths
 def test_not_finite_logits_fail_that_request_only(depth: int) -> None:
     bench = Bench(depth=depth)
     shared = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -247,7 +160,16 @@ def test_not_finite_logits_fail_that_request_only(depth: int) -> None:
     bench.drain()
     bench.assert_right(1)
     last = bench.client.last[2, 0]
-    assert last.finish == "error" and "not a number" in last.error
+    assert (last.finish, last.code) == ("error", "not_finite") and "not a number" in last.error
+
+
+@depths
+def test_what_was_not_finite_is_not_cached(depth: int) -> None:
+    bench = Bench(depth=depth)
+    for id in range(2):
+        bench.submit(id, [1, 2, 3, 4, 5, 6, 7, 8, POISON], max_tokens=20)
+        bench.drain()
+        assert bench.client.opened[id, 0].cached_tokens == 0
 
 
 class Clock:
@@ -257,6 +179,7 @@ class Clock:
         return self.now
 
 
+@depths
 def test_a_deadline_ends_a_request_in_words(depth: int) -> None:
     clock = Clock()
     bench = Bench(depth=depth, clock=clock, slots=1)
@@ -278,6 +201,7 @@ def test_a_deadline_ends_a_request_in_words(depth: int) -> None:
 # The cache
 
 
+@depths
 def test_a_second_turn_finds_the_first_and_its_answer(depth: int) -> None:
     bench = Bench(depth=depth)
     bench.submit(1, list(range(10)), max_tokens=7, ignore_eos=True)
@@ -290,6 +214,7 @@ def test_a_second_turn_finds_the_first_and_its_answer(depth: int) -> None:
     assert bench.core.stats()["cached_tokens"] == 16
 
 
+@depths
 def test_another_salt_finds_nothing(depth: int) -> None:
     bench = Bench(depth=depth)
     for id, salt in enumerate(("", "a", "b", "a")):
@@ -298,6 +223,7 @@ def test_another_salt_finds_nothing(depth: int) -> None:
     assert [bench.client.opened[id, 0].cached_tokens for id in range(4)] == [0, 0, 0, 8]
 
 
+@depths
 def test_a_burst_with_one_prefix_computes_it_once(depth: int) -> None:
     bench = Bench(depth=depth, slots=16, pages=256, step_tokens=256)
     prefix = [token % VOCAB for token in range(40)]
@@ -311,12 +237,23 @@ def test_a_burst_with_one_prefix_computes_it_once(depth: int) -> None:
     assert sorted(bench.client.opened[id, 0].cached_tokens for id in range(16)) == [0] + [40] * 15
 
 
+@depths
+def test_followers_do_not_wait_for_their_leaders_end(depth: int) -> None:
+    bench = Bench(depth=depth)
+    prefix = [token % VOCAB for token in range(40)]
+    bench.submit(1, [*prefix, 1], max_tokens=50, ignore_eos=True)
+    bench.submit(2, [*prefix, 2], max_tokens=2, ignore_eos=True)
+    bench.drain()
+    assert [row.id for row in bench.client.rows if row.finish is not None] == [2, 1]
+    assert bench.client.opened[2, 0].cached_tokens == 40
+
+
+@depths
 def test_followers_go_on_when_their_leader_is_aborted(depth: int) -> None:
-    bench = Bench(depth=depth, step_tokens=8)
+    bench = Bench(depth=depth)
     prefix = [token % VOCAB for token in range(40)]
     for id in range(4):
         bench.submit(id, [*prefix, id], max_tokens=4, ignore_eos=True)
-    bench.step()
     bench.step()
     bench.core.abort("here", 0, 0)
     bench.core.abort("here", 2, 0)
@@ -325,6 +262,7 @@ def test_followers_go_on_when_their_leader_is_aborted(depth: int) -> None:
     bench.assert_right(3)
 
 
+@depths
 def test_flush_empties_what_nobody_uses(depth: int) -> None:
     bench = Bench(depth=depth)
     bench.submit(1, list(range(10)), max_tokens=40, ignore_eos=True)
@@ -346,6 +284,7 @@ def test_flush_empties_what_nobody_uses(depth: int) -> None:
 # Logprobs
 
 
+@depths
 def test_logprobs_of_output_and_prompt(depth: int) -> None:
     bench = Bench(depth=depth, step_tokens=8)
     prompt = list(range(20))
@@ -365,6 +304,7 @@ def test_logprobs_of_output_and_prompt(depth: int) -> None:
     assert not any(row.prompt_logprobs for row in rows[1:])
 
 
+@depths
 def test_the_prompts_scores_alone(depth: int) -> None:
     bench = Bench(depth=depth, step_tokens=8)
     bench.submit(1, list(range(20)), max_tokens=0, prompt_logprobs=0)
@@ -469,6 +409,7 @@ def test_any_interleaving(
         core.scheduler.check()
     bench.drain()
     assert bench.runner.largest_prefill <= mixed_tokens
+    assert core.stats()["generated_tokens"] == sum(map(len, client.tokens.values()))
     for id, attempt in newest.items():
         key = id, attempt
         tokens_wanted, _ = bench.expected(*key)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from modelkit import FAMILIES, VOCAB, Driver, output, prompts, save_checkpoint
+from modelkit import FAMILIES, VOCAB, Driver, built_library, output, prompts, save_checkpoint
 
 from runtime.engine.batch import SlotTable
 from runtime.engine.cpu import CpuRunner, choose_dtype
@@ -14,13 +14,15 @@ from runtime.models.config import ModelConfig, ModelError
 
 
 class Saved:
-    def __init__(self, folder: Path, family: str) -> None:
-        self.folder, self.model = folder, save_checkpoint(folder, family)
+    """A tiny checkpoint, and runners on it by torch or by the native kernels."""
+
+    def __init__(self, folder: Path, family: str, use_native: bool) -> None:
+        self.folder, self.model, self.use_native = folder, save_checkpoint(folder, family), use_native
         self.config = ModelConfig.from_folder(folder)
 
     def runner(self, page_tokens: int = 16, slots: int = 8, **kwargs: Any) -> tuple[CpuRunner, SlotTable]:
         table = SlotTable(slots, self.config.context_tokens, page_tokens)
-        kwargs = {"dtype": "float32", "kv_tokens": slots * 512, **kwargs}
+        kwargs = {"dtype": "float32", "kv_tokens": slots * 512, "threads": 1, "use_native": self.use_native, **kwargs}
         return CpuRunner(self.folder, self.config, table, **kwargs), table
 
     def greedy(self, prompt: list[int], tokens: int) -> list[int]:
@@ -35,14 +37,21 @@ class Saved:
             return self.model(torch.tensor([ids])).logits[0].log_softmax(-1)  # type: ignore[no-any-return]
 
 
+@pytest.fixture(scope="module", params=["torch", "native"])
+def use_native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bool:
+    if request.param == "native":
+        built_library(tmp_path_factory.mktemp("native"))
+    return bool(request.param == "native")
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(tmp_path_factory.mktemp(request.param), request.param)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, use_native: bool) -> Saved:
+    return Saved(tmp_path_factory.mktemp(request.param), request.param, use_native)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(tmp_path_factory.mktemp("llama3"), "llama3")
+def llama(tmp_path_factory: pytest.TempPathFactory, use_native: bool) -> Saved:
+    return Saved(tmp_path_factory.mktemp("llama3"), "llama3", use_native)
 
 
 def test_greedy_equals_transformers_in_staggered_batches(family: Saved) -> None:
@@ -149,7 +158,7 @@ def test_not_finite_logits_fail_their_request_and_poison_no_page(llama: Saved, t
     tensors["model.embed_tokens.weight"][300] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors")
     slots = SlotTable(4, 128, 16)
-    runner = CpuRunner(tmp_path, llama.config, slots, dtype="float32", kv_tokens=128)
+    runner = CpuRunner(tmp_path, llama.config, slots, dtype="float32", kv_tokens=128, use_native=llama.use_native)
     driver = Driver(runner, slots)
     good, bad = driver.open([5, 6, 7], 8), driver.open([5, 300, 7] * 11, 4)
     driver.step()
@@ -179,7 +188,7 @@ def test_memory_and_pool_size(llama: Saved) -> None:
     memory = runner.memory()
     token_bytes = 2 * llama.config.layers * llama.config.kv_size * 4
     assert memory["kv"] == (63 + 1) * 16 * token_bytes and memory["weights"] > 0
-    from_memory = CpuRunner(llama.folder, llama.config, slots, dtype="float32")
+    from_memory = CpuRunner(llama.folder, llama.config, slots, use_native=llama.use_native)
     assert from_memory.num_pages == slots.slots * slots.context_pages  # memory for more is there, use for more is not
     runner.close()
 
@@ -188,8 +197,9 @@ def test_dummy_weights_and_progress(llama: Saved) -> None:
     seen: list[tuple[str, int, int]] = []
     slots = SlotTable(2, 64, 16)
     runner = CpuRunner(
-        None, llama.config, slots, dummy_weights=True, kv_tokens=128, progress=lambda *args: seen.append(args)
-    )
+        None, llama.config, slots, dummy_weights=True, kv_tokens=128, use_native=llama.use_native,
+        progress=lambda *args: seen.append(args),
+    )  # fmt: skip
     assert [phase for phase, _, _ in seen][-1] == "kv" and seen[0][0] == "weights"
     driver = Driver(runner, slots)
     assert all(0 <= token < VOCAB for token in driver.run(driver.open([1, 2, 3], 5)))
@@ -207,6 +217,29 @@ def test_refusals(llama: Saved) -> None:
         CpuRunner(None, llama.config, slots, kv_tokens=64)
     with pytest.raises(ModelError, match=r"no memory is left for the KV cache: mem_fraction = 0\.0"):
         CpuRunner(llama.folder, llama.config, slots, mem_fraction=0.0)
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("float32", "int8")])
+def test_native_results_are_the_same_bits_in_any_company(
+    dtype: str, quantization: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Alone or in a batch, whole or in chunks, in pages of any size, on any number of threads: the same logprobs to
+    the last bit. That is what makes resumed and cached requests say what they would have said."""
+    built_library(tmp_path_factory.mktemp("native"))
+    saved = Saved(tmp_path_factory.mktemp("qwen3"), "qwen3", use_native=True)
+    texts = prompts(6, 180, seed=12)
+    seen: set[tuple[object, ...]] = set()
+    for page_tokens, threads, chunk, crowd in ((16, 1, 1 << 30, 1), (1, 2, 1 << 30, 6), (64, 2, 13, 6), (16, 3, 1, 2)):
+        runner, slots = saved.runner(page_tokens, dtype=dtype, quantization=quantization, threads=threads)
+        driver = Driver(runner, slots, seed=chunk)
+        live = driver.open(texts[0], 8, logprobs=2)
+        for text in texts[1:crowd]:
+            driver.open(text, 8, temperature=1.0, top_p=0.9, seed=3)
+        tokens = driver.run(live, chunk)
+        sampled = [result.logprobs[i] for batch, i, result in live.results if batch.sample[i]]
+        seen.add((*tokens, *(value for one in sampled for value in (one[0], *one[2].tolist()))))
+        runner.close()
+    assert len(seen) == 1
 
 
 def test_auto_dtype_keeps_float32_checkpoints(llama: Saved) -> None:
