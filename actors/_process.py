@@ -36,7 +36,7 @@ from ._wire import (
     load,
 )
 
-FAILED_START_GRACE_S = 0.5  # for a process whose start has failed to be gone
+FAILED_START_GRACE_S = 0.3  # for a process whose start has failed to be gone
 EXIT_GRACE_S = 5.0  # for a process whose target has ended to be gone
 LOST_GRACE_S = 2.0  # for a process that closed its control channel to be gone
 REAP_TIMEOUT_S = 10.0  # for a killed process to be gone
@@ -377,5 +377,7 @@ class ProcessActor:
         )  # what is below it is gone before it is killed
         self._link.send(Stop(by, None if math.isinf(budget) else budget, drains))
         self._kill_at = min(self._kill_at, deadline)
+        if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
+            self._kill_by(FAILED_START_GRACE_S)
         self._clock_wake.set()
         self._hub.changed()

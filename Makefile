@@ -1,0 +1,47 @@
+# Two commands matter: `make serve` and `make test`. Both set themselves up, and start at once the second time.
+#
+#   PYTHON=python3.13   the interpreter for .venv (3.11 to 3.13)
+#   ARGS="--port 9000"  more arguments for the command
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help serve test lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve   serve a small chat model (examples/smollm2.toml)"
+	@echo "make test    check style and types, and run the tests"
+	@echo "make lint    the first half of that"
+	@echo "make clean   remove $(VENV)"
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/runtime serve examples/smollm2.toml $(ARGS)
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
+
+# A stamp file is newer than what it was made from: as long as that is so, nothing is installed.
+$(VENV)/.serve: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else \
+		"Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d: try make PYTHON=python3.13" % sys.version_info[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) ..."
+	@$(PIP) install --requirement requirements.txt
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve requirements-test.txt
+	@$(PIP) install --requirement requirements-test.txt
+	@touch $@

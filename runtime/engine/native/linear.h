@@ -1,0 +1,288 @@
+// Linear layers: weights packed in panels of 16 output rows, three formats, one tiling.
+//
+//   F32   [panel][in][16]                                   float products
+//   BF16  [panel][in / 2][16][2]                            bfloat16 products, float sums
+//   I8    [panel][in / 64] { u8 [16][16][4], float [16] }   8-bit integers (plus 128), a scale per row and 64 inputs;
+//                                                           activations are rounded to 8 bits per token and 64 inputs
+//
+// An output's sum runs over its inputs in the same order whatever else is in the batch and however many threads there
+// are: a request computes the same bits alone, in a batch, as a chunk of its prompt, or token by token.
+#pragma once
+#include <algorithm>
+
+#include "vec.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum Format { F32 = 0, BF16 = 1, I8 = 2 };
+
+constexpr int LANES = 16, GROUP = 64, GROUP_BYTES = LANES * GROUP + LANES * 4;
+constexpr int TOKENS_TILE = 8;
+
+INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+INLINE int padded(int n) { return ceil_div(n, GROUP) * GROUP; }
+
+struct Linear {
+    const char* weights;  // packed
+    const float* bias;    // by packed row, or null
+    int32_t outputs, inputs, format;
+    int32_t paired;  // panels alternate between the halves of the outputs: gate, up, gate, up ...
+
+    int panels() const { return paired ? 2 * ceil_div(outputs / 2, LANES) : ceil_div(outputs, LANES); }
+    size_t panel_bytes() const {
+        if (format == F32) return (size_t)inputs * LANES * 4;
+        if (format == BF16) return (size_t)ceil_div(inputs, 2) * LANES * 4;
+        return (size_t)ceil_div(inputs, GROUP) * GROUP_BYTES;
+    }
+    // The original row of a packed one, -1 for padding.
+    int row(int panel, int lane) const {
+        int block = paired ? panel / 2 : panel, half = paired ? outputs / 2 : outputs;
+        int r = block * LANES + lane;
+        return r >= half ? -1 : paired && panel % 2 ? half + r : r;
+    }
+};
+
+// Activations in the form that a format multiplies: rows of padded(inputs) elements.
+struct Operand {
+    char* data;     // float, bf16 or int8
+    float* scale;   // I8: [tokens][groups]
+    int32_t* bias;  // I8: [tokens][groups], -128 * the group's sum: what the weights' offset adds
+};
+
+inline size_t operand_bytes(int tokens, int inputs) {
+    return (size_t)tokens * padded(inputs) * 4 + (size_t)tokens * padded(inputs) / GROUP * 8;
+}
+
+inline Operand make_operand(char* memory, int tokens, int inputs) {
+    char* scale = memory + (size_t)tokens * padded(inputs) * 4;
+    return {memory, (float*)scale, (int32_t*)(scale + (size_t)tokens * padded(inputs) / GROUP * 4)};
+}
+
+// x [padded(inputs)], zeros behind the inputs, becomes row t of the operand.
+inline void prepare(const Operand& a, int t, const float* x, int inputs, int format) {
+    const int width = padded(inputs);
+    if (format == F32) {
+        memcpy(a.data + (size_t)t * width * 4, x, (size_t)width * 4);
+        return;
+    }
+    if (format == BF16) {
+        bf16* out = (bf16*)a.data + (size_t)t * width;
+        for (int i = 0; i < width; i += LANES) store16(out + i, load16(x + i));
+        return;
+    }
+    const float magic = 12582912.0f;
+    for (int g = 0; g < width / GROUP; g++) {
+        f32x16 v[4], total = {}, most = {};
+        for (int j = 0; j < 4; j++) {
+            v[j] = load16(x + g * GROUP + j * LANES);
+            total += abs16(v[j]);
+            most = max16(most, abs16(v[j]));
+        }
+        float largest = largest16(most), all = sum16(total);
+        float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+        i32x16 sum = {};
+        int8_t* out = (int8_t*)a.data + (size_t)t * width + g * GROUP;
+        for (int j = 0; j < 4; j++) {
+            i32x16 rounded = (i32x16)(v[j] * inverse + magic) - 0x4B400000;
+            sum += rounded;
+            store(out + j * LANES, __builtin_convertvector(rounded, i8x16));
+        }
+        int32_t lanes[16], whole = 0;
+        store(lanes, sum);
+        for (int i = 0; i < 16; i++) whole += lanes[i];
+        // What is not a number must not turn into one: the scale carries it on.
+        a.scale[(size_t)t * (width / GROUP) + g] = all - all == 0 ? largest / 127.0f : NAN;
+        a.bias[(size_t)t * (width / GROUP) + g] = -128 * whole;
+    }
+}
+
+// ---- dot products of four 8-bit pairs for 16 outputs; int32 sums are exact, so all variants agree ----
+
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+struct Sums {
+    __m512i v;
+    INLINE void start(int32_t x) { v = _mm512_set1_epi32(x); }
+    INLINE void add(const char* w, const int8_t* a) {
+        int32_t four;
+        memcpy(&four, a, 4);
+        v = _mm512_dpbusd_epi32(v, _mm512_loadu_si512(w), _mm512_set1_epi32(four));
+    }
+    INLINE f32x16 floats() const { return __builtin_convertvector((i32x16)v, f32x16); }
+};
+#elif defined(__AVX2__)
+struct Sums {  // each __m256i holds two partial sums for each of four outputs
+    __m256i v[4];
+    int32_t first;
+    INLINE void start(int32_t x) {
+        for (auto& part : v) part = _mm256_setzero_si256();
+        first = x;
+    }
+    INLINE void add(const char* w, const int8_t* a) {
+        int64_t four = 0;
+        for (int i = 0; i < 4; i++) four |= (int64_t)(uint16_t)(int16_t)a[i] << (16 * i);
+        __m256i wide = _mm256_set1_epi64x(four);
+        for (int i = 0; i < 4; i++) {
+            __m256i weights = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(w + 16 * i)));
+            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(weights, wide));
+        }
+    }
+    INLINE f32x16 floats() const {
+        int32_t parts[32];
+        for (int i = 0; i < 4; i++) _mm256_storeu_si256((__m256i*)(parts + 8 * i), v[i]);
+        f32x16 out;
+        for (int i = 0; i < 16; i++) out[i] = (float)(first + parts[2 * i] + parts[2 * i + 1]);
+        return out;
+    }
+};
+#else
+struct Sums {
+    i32x16 v;
+    INLINE void start(int32_t x) { v = i32x16{} + x; }
+    INLINE void add(const char* w, const int8_t* a) {
+        for (int i = 0; i < 16; i++)
+            for (int j = 0; j < 4; j++) v[i] += (int32_t)(uint8_t)w[4 * i + j] * a[j];
+    }
+    INLINE f32x16 floats() const { return __builtin_convertvector(v, f32x16); }
+};
+#endif
+
+INLINE f32x16 dot_bf16(f32x16 sum, const char* w, const bf16* a) {
+#if defined(__AVX512BF16__)
+    int32_t two;
+    memcpy(&two, a, 4);
+    return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(two));
+#else
+    u32x16 pairs = load<u32x16>(w);
+    sum += (f32x16)(pairs << 16) * to_float(a[0]);
+    return sum + (f32x16)(pairs & 0xFFFF0000u) * to_float(a[1]);
+#endif
+}
+
+// ---- one tile: TOKENS rows of the operand from t on, PANELS panels from p on ----
+
+template <int TOKENS, int PANELS>
+struct Tile {
+    f32x16 out[TOKENS][PANELS];
+
+    void f32(const Linear& w, const Operand& a, int p, int t) {
+        const int width = padded(w.inputs);
+        const char* panel = w.weights + p * w.panel_bytes();
+        const float* x = (const float*)a.data + (size_t)t * width;
+        f32x16 sum[TOKENS][PANELS] = {};
+        for (int k = 0; k < w.inputs; k++)
+            for (int j = 0; j < PANELS; j++) {
+                f32x16 weights = load<f32x16>(panel + j * w.panel_bytes() + (size_t)k * LANES * 4);
+                for (int i = 0; i < TOKENS; i++) sum[i][j] += weights * x[(size_t)i * width + k];
+            }
+        memcpy(out, sum, sizeof out);
+    }
+
+    void bfloat(const Linear& w, const Operand& a, int p, int t) {
+        const int width = padded(w.inputs), pairs = ceil_div(w.inputs, 2);
+        const char* panel = w.weights + p * w.panel_bytes();
+        const bf16* x = (const bf16*)a.data + (size_t)t * width;
+        f32x16 sum[TOKENS][PANELS] = {};
+        for (int k = 0; k < pairs; k++)
+            for (int j = 0; j < PANELS; j++)
+                for (int i = 0; i < TOKENS; i++)
+                    sum[i][j] = dot_bf16(sum[i][j], panel + j * w.panel_bytes() + (size_t)k * 64,
+                                         x + (size_t)i * width + 2 * k);
+        memcpy(out, sum, sizeof out);
+    }
+
+    void int8(const Linear& w, const Operand& a, int p, int t) {
+        const int width = padded(w.inputs), groups = width / GROUP;
+        const char* panel = w.weights + p * w.panel_bytes();
+        const int8_t* x = (const int8_t*)a.data + (size_t)t * width;
+        const float* scale = a.scale + (size_t)t * groups;
+        const int32_t* bias = a.bias + (size_t)t * groups;
+        f32x16 sum[TOKENS][PANELS] = {};
+        for (int g = 0; g < groups; g++) {
+            Sums part[TOKENS][PANELS];
+            for (int i = 0; i < TOKENS; i++)
+                for (int j = 0; j < PANELS; j++) part[i][j].start(bias[i * groups + g]);
+            for (int k = 0; k < GROUP; k += 4)
+                for (int j = 0; j < PANELS; j++)
+                    for (int i = 0; i < TOKENS; i++)
+                        part[i][j].add(panel + j * w.panel_bytes() + (size_t)g * GROUP_BYTES + k * LANES,
+                                       x + (size_t)i * width + g * GROUP + k);
+            for (int j = 0; j < PANELS; j++) {
+                f32x16 s = load<f32x16>(panel + j * w.panel_bytes() + (size_t)g * GROUP_BYTES + GROUP * LANES);
+                for (int i = 0; i < TOKENS; i++) sum[i][j] += part[i][j].floats() * (s * scale[i * groups + g]);
+            }
+        }
+        memcpy(out, sum, sizeof out);
+    }
+
+    __attribute__((noinline)) void compute(const Linear& w, const Operand& a, int p, int t) {
+        if (w.format == F32) f32(w, a, p, t);
+        if (w.format == BF16) bfloat(w, a, p, t);
+        if (w.format == I8) int8(w, a, p, t);
+    }
+};
+
+// Tokens [0, tokens) times panels [first, last): epilogue(token, panel, values[PANELS]) gets PANELS adjacent panels.
+template <int TOKENS, int PANELS, class E>
+INLINE void one_tile(const Linear& w, const Operand& a, int p, int t, const E& epilogue) {
+    Tile<TOKENS, PANELS> tile;
+    tile.compute(w, a, p, t);
+    for (int i = 0; i < TOKENS; i++) epilogue(t + i, p, tile.out[i], PANELS);
+}
+
+template <int PANELS, class E>
+void tiles(const Linear& w, const Operand& a, int tokens, int p, const E& epilogue) {
+    for (int t = 0; t < tokens; t += TOKENS_TILE) switch (tokens - t) {
+            case 1: one_tile<1, PANELS>(w, a, p, t, epilogue); break;
+            case 2: one_tile<2, PANELS>(w, a, p, t, epilogue); break;
+            case 3: one_tile<3, PANELS>(w, a, p, t, epilogue); break;
+            case 4: one_tile<4, PANELS>(w, a, p, t, epilogue); break;
+            case 5: one_tile<5, PANELS>(w, a, p, t, epilogue); break;
+            case 6: one_tile<6, PANELS>(w, a, p, t, epilogue); break;
+            case 7: one_tile<7, PANELS>(w, a, p, t, epilogue); break;
+            default: one_tile<8, PANELS>(w, a, p, t, epilogue);
+        }
+}
+
+template <class E>
+void multiply(const Linear& w, const Operand& a, int tokens, int first, int last, const E& epilogue) {
+    int p = first;
+    for (; p + 2 <= last; p += 2) tiles<2>(w, a, tokens, p, epilogue);
+    if (p < last) tiles<1>(w, a, tokens, p, epilogue);
+}
+
+// ---- packing, once at load: source [outputs][inputs] as floats or bfloat16 ----
+
+template <class T>
+void pack_panel(const Linear& w, char* out, const T* source, int panel) {
+    out += panel * w.panel_bytes();
+    memset(out, 0, w.panel_bytes());
+    for (int lane = 0; lane < LANES; lane++) {
+        int row = w.row(panel, lane);
+        const T* x = source + (size_t)(row < 0 ? 0 : row) * w.inputs;
+        if (w.format == F32) {
+            for (int k = 0; k < w.inputs && row >= 0; k++) ((float*)out)[(size_t)k * LANES + lane] = to_float(x[k]);
+        } else if (w.format == BF16) {
+            for (int k = 0; k < w.inputs && row >= 0; k++)
+                from_float((bf16*)out + ((size_t)(k / 2) * LANES + lane) * 2 + k % 2, to_float(x[k]));
+        } else {
+            for (int g = 0; g < ceil_div(w.inputs, GROUP); g++) {
+                char* block = out + (size_t)g * GROUP_BYTES;
+                int count = row < 0 ? 0 : std::min(GROUP, w.inputs - g * GROUP);
+                float largest = 0, all = 0;
+                for (int k = 0; k < count; k++) {
+                    float size = std::fabs(to_float(x[g * GROUP + k]));
+                    largest = std::max(largest, size), all += size;
+                }
+                bool finite = all - all == 0;
+                float inverse = finite && largest > 0 ? 127.0f / largest : 0;
+                if (!finite) count = 0;
+                for (int k = 0; k < GROUP; k++) {
+                    float value = k < count ? to_float(x[g * GROUP + k]) * inverse : 0;
+                    ((uint8_t*)block)[(k / 4 * LANES + lane) * 4 + k % 4] = (uint8_t)(128 + (int)std::nearbyint(value));
+                }
+                ((float*)(block + GROUP * LANES))[lane] = finite ? largest / 127.0f : NAN;
+            }
+        }
+    }
+}

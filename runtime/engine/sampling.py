@@ -1,0 +1,205 @@
+"""From logits to tokens, for a whole batch at once.
+
+The order of operations, each only for rows that ask for it (as in transformers' processors and warpers):
+
+1. repetition penalty: logits of every token seen (prompt or output) are divided by it if positive, else multiplied
+2. presence and frequency penalties: subtracted for tokens of the *output*, once and per occurrence
+3. logit bias: added
+4. held-back tokens (eos and stop ids before ``min_tokens``): -inf
+5. temperature 0: the largest logit (the lowest id among equals). Otherwise logits / temperature, then
+6. top-k: all logits >= the k-th largest stay
+7. top-p: of what is left, renormalised, the smallest set of largest probabilities whose sum reaches p
+8. min-p: probabilities >= min_p * the largest stay
+9. Gumbel-max: argmax(logit + noise) draws from softmax(logits) exactly
+
+The noise of a token depends on (seed, position of the token drawn, vocabulary id) alone: a counter-based hash in
+uint32 arithmetic, so that numpy, torch and GPU kernels compute the same bits, and a request draws the same tokens alone
+or in a batch, before or after it was interrupted. Logprobs are those of the model: log-softmax of the untouched logits.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.engine.batch import F32, I32, SlotTable
+
+U32 = npt.NDArray[np.uint32]
+
+NOT_FINITE = -2  # the "token" of a row whose logits are not numbers
+_CANDIDATES = 256  # how many of the largest logits a filtered row looks at before it sorts them all
+
+
+def mix(x: U32) -> U32:
+    """A bijection of 32-bit words whose output bits all depend on all input bits ("lowbias32", C. Wellons)."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def row_keys(seed: npt.NDArray[np.uint64], position: I32) -> tuple[U32, U32]:
+    """The two 32-bit keys of each row's noise."""
+    low = (seed & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    high = (seed >> np.uint64(32)).astype(np.uint32)
+    first = mix(mix(mix(low + np.uint32(0x9E3779B9)) ^ high) ^ position.astype(np.uint32))
+    return first, mix(first + np.uint32(0x85EBCA6B))
+
+
+def token_bits(first: U32, second: U32, token: U32) -> U32:
+    """The random word of (row, vocabulary id): ``mix(mix(id ^ first) + second)``. The rule other devices repeat."""
+    return mix(mix(token ^ first) + second)
+
+
+def _mix_int32(x: torch.Tensor) -> torch.Tensor:
+    """``mix`` on int32 tensors in place: two's complement products wrap alike; shifts are made logical by a mask."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def gumbel(first: U32, second: U32, tokens: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float32 [rows, n], for vocabulary ids ``tokens`` int32 [n] or [rows, n]."""
+    keys = torch.from_numpy(np.stack([first, second]).view(np.int32)).to(tokens.device)
+    bits = _mix_int32(_mix_int32(tokens ^ keys[0, :, None]).add_(keys[1, :, None]))
+    # 23 bits and a half: the uniform is in [2^-24, 1 - 2^-24], exact in float32, so both logarithms are finite.
+    uniform = (bits >> 9).bitwise_and_(0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
+
+
+@dataclass(slots=True)
+class Sampled:
+    """``tokens`` [n]; ``logprobs``: row -> (logprob of the token, top ids, top logprobs) where asked."""
+
+    tokens: I32
+    logprobs: dict[int, tuple[float, I32, F32]] = field(default_factory=dict)
+
+
+def sample(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> Sampled:
+    """Draws one token for each row of ``logits`` (float32 [n, vocab], untouched), whose request stands at slot
+    ``rows[i]`` and whose new token will stand at ``positions[i]``. Rows with NaN or +inf get NOT_FINITE."""
+    temperature = slots.temperature[rows]
+    edited = _edit(logits, slots, rows, positions)
+    best = edited.max(dim=1)
+    tokens: I32 = best.indices.numpy().astype(np.int32)
+    random = np.flatnonzero(temperature > 0)
+    if random.size:
+        tokens[random] = _draw(edited, slots, rows, positions, random)
+    # A maximum propagates NaN and shows +inf.
+    tokens[~torch.isfinite(best.values).numpy()] = NOT_FINITE
+    return Sampled(tokens, _logprobs(logits, tokens, slots.logprobs[rows]))
+
+
+def _edit(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> torch.Tensor:
+    """Steps 1 to 4, on a copy where any row needs them."""
+    penalized = np.flatnonzero(slots.penalties[rows])
+    biased = [i for i, slot in enumerate(rows) if slots.bias[slot]]
+    held = np.flatnonzero(positions < slots.min_length[rows])
+    if not penalized.size and not biased and not held.size:
+        return logits
+    logits = logits.clone()
+    if penalized.size:
+        logits[penalized] = _penalize(logits[penalized], slots, rows[penalized], positions[penalized])
+    for i in biased:
+        bias = slots.bias[rows[i]] or {}
+        ids = torch.tensor([token for token in bias if 0 <= token < logits.shape[1]], dtype=torch.int64)
+        logits[i, ids] += torch.tensor([bias[int(token)] for token in ids], dtype=torch.float32)
+    for i in held.tolist():
+        logits[i, list(slots.held_back[rows[i]])] = -torch.inf
+    return logits
+
+
+def _penalize(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> torch.Tensor:
+    n, vocab = logits.shape
+    longest = int(positions.max())
+    tokens = slots.tokens[rows, :longest]
+    places = np.arange(longest)
+    seen = places < positions[:, None]
+    row, place = np.nonzero(seen & (tokens >= 0) & (tokens < vocab))
+    flat = row * vocab + tokens[row, place]
+    output = flat[place >= slots.prompt_tokens[rows][row]]
+    total = torch.from_numpy(np.bincount(flat, minlength=n * vocab).reshape(n, vocab))
+    counts = torch.from_numpy(np.bincount(output, minlength=n * vocab).reshape(n, vocab)).float()
+    repetition, presence, frequency = (
+        torch.from_numpy(column[rows])[:, None]
+        for column in (slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty)
+    )
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(total > 0, repeated, logits)
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def _draw(edited: torch.Tensor, slots: SlotTable, rows: I32, positions: I32, random: npt.NDArray[np.intp]) -> I32:
+    """Steps 5 to 9 for the rows ``random``."""
+    out = np.empty(random.size, np.int32)
+    keys = row_keys(slots.seed[rows[random]], positions[random])
+    filtered = slots.filters[rows[random]]
+    for wants in (False, True):
+        part = np.flatnonzero(filtered == wants)
+        if not part.size:
+            continue
+        chosen, slot = random[part], rows[random[part]]
+        logits = edited if chosen.size == len(edited) else edited[chosen]
+        logits = logits / torch.from_numpy(slots.temperature[slot])[:, None]
+        tokens = torch.arange(logits.shape[1], dtype=torch.int32)
+        if wants:
+            logits, tokens = _filter(logits, slots.top_k[slot], slots.top_p[slot], slots.min_p[slot])
+        noise = gumbel(keys[0][part], keys[1][part], tokens)
+        best = noise.add_(logits).argmax(dim=1)
+        if tokens.dim() == 2:
+            best = tokens.gather(1, best[:, None])[:, 0]
+        out[part] = best.numpy()
+    return out
+
+
+def _filter(logits: torch.Tensor, top_k: I32, top_p: F32, min_p: F32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps 6 to 8: the candidates' logits, -inf where a filter drops them, and their ids int32 [rows, n]."""
+    vocab = logits.shape[1]
+    k = torch.from_numpy(np.where((top_k <= 0) | (top_k > vocab), vocab, top_k).astype(np.int64))[:, None]
+    p = torch.from_numpy(np.where(top_p >= 1, np.inf, top_p))[:, None]
+    floor = torch.from_numpy(min_p)[:, None].log()
+    mass = (logits - logits.amax(dim=1, keepdim=True)).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
+    count = min(vocab, _CANDIDATES)
+    while True:
+        values, ids = logits.topk(count, dim=1)
+        threshold = _threshold(values, k, p, floor, mass, vocab)
+        # A row that reaches the smallest candidate, or whose top-k ends further down, must look at all logits.
+        complete = (values[:, -1:] < threshold) & ((k <= count) | (k == vocab))
+        if count == vocab or bool(complete.all()):
+            return values.masked_fill(values < threshold, -torch.inf), ids.to(torch.int32)
+        count = vocab
+
+
+def _threshold(
+    values: torch.Tensor, k: torch.Tensor, p: torch.Tensor, floor: torch.Tensor, mass: torch.Tensor, vocab: int
+) -> torch.Tensor:
+    """The smallest logit that stays [rows, 1]: equal logits stay or go together, whatever their order.
+
+    ``values`` are each row's largest logits, descending. Sums are sequential, in float64: they don't depend on how many
+    candidates follow, so neither does the verdict.
+    """
+    largest = values[:, :1]
+    kth = values.gather(1, (k - 1).clamp(max=values.shape[1] - 1))
+    weights = (values - largest).exp().double()
+    weights = torch.where((k < vocab) & (values < kth), 0.0, weights)
+    running = weights.cumsum(dim=1)
+    mass = torch.where(k < vocab, running[:, -1:], mass)
+    stays = (running - weights < p * mass) & ((values >= kth) | (k == vocab)) & (values >= largest + floor)
+    last = stays.long().sum(dim=1, keepdim=True).clamp(min=1) - 1
+    return values.gather(1, last)
+
+
+def _logprobs(logits: torch.Tensor, tokens: I32, wanted: I32) -> dict[int, tuple[float, I32, F32]]:
+    asking = np.flatnonzero((wanted >= 0) & (tokens >= 0))
+    if not asking.size:
+        return {}
+    chosen, ids, values = token_logprobs(logits[asking], torch.from_numpy(tokens[asking]), int(wanted[asking].max()))
+    return {int(i): (float(chosen[j]), ids[j, : wanted[i]], values[j, : wanted[i]]) for j, i in enumerate(asking)}
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[F32, I32, F32]:
+    """Log-softmax of ``logits`` [n, vocab]: of the given tokens [n]; ids and values of the ``top`` largest [n, top]."""
+    normalizer = logits.logsumexp(dim=1)
+    chosen = logits.gather(1, tokens.long()[:, None])[:, 0] - normalizer
+    values, ids = logits.topk(min(top, logits.shape[1]), dim=1)
+    return chosen.numpy(), ids.numpy().astype(np.int32), (values - normalizer[:, None]).numpy()

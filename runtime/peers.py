@@ -1,0 +1,42 @@
+"""Who is who in the tree, and how one actor hears of another."""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+import actors
+
+METRICS = "metrics"
+MODEL = "model"
+DETOKENIZER = "detokenizer"
+
+T = TypeVar("T")
+
+
+class Peers(msgspec.Struct, frozen=True):
+    """The paths of those of whom there may be several."""
+
+    schedulers: tuple[str, ...] = ("replica0/scheduler0",)  # rank 0 of each replica
+    frontends: tuple[str, ...] = ()
+    detokenizer_is_process: bool = False
+
+
+def value(given: Any, kind: type[T]) -> T:
+    """A handshake value; it arrives as plain data where its actor is a process."""
+    return given if isinstance(given, kind) else msgspec.convert(given, kind)
+
+
+async def wait_up(ctx: actors.Context, path: str, kind: type[T]) -> T:
+    """The handshake value of the actor at ``path``, as soon as it is up."""
+    async for notice in ctx.watch(path):
+        if isinstance(notice, actors.Up):
+            return value(notice.value, kind)
+    raise RuntimeError(f"{path} left the tree before it was up")
+
+
+def walk(tree: actors.Snapshot) -> Iterator[actors.Snapshot]:
+    """The actors of a tree, parents first."""
+    yield tree
+    for child in tree.children:
+        yield from walk(child)
