@@ -206,10 +206,11 @@ class Runner:
                 case _core.Decided():
                     self._decided(action)
                 case _core.Removed(name):
-                    slot = self.slots.pop(name, None) or Slot(self.core.spec, self._child_path(name))
-                    slot.gone = True
-                    slot.notify()
-                    self.hub.forget(slot.path)
+                    if name in self.slots:
+                        slot = self.slots.pop(name)
+                        slot.gone = True
+                        slot.notify()
+                        self.hub.forget(slot.path)
                 case _core.AllStarted():
                     self.started_at = anyio.current_time()
                     self.state = State.RUNNING

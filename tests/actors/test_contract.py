@@ -194,7 +194,7 @@ async def test_drain(kind: str) -> None:
         if event.kind == "exited":
             reasons.append(event.reason)
 
-    specs = [process("p", targets.drains, drain=True), process("q", targets.echo, drain=True, stop_timeout=0.3)]
+    specs = [process("p", targets.drains, drain=True), process("q", targets.echo, drain=True, stop_timeout=1.0)]
     async with opened(kind, *specs, on_event=on_event):
         pass
     assert [reason.how for reason in reasons if isinstance(reason, actors.Stopped)] == ["cancelled", "returned"]
