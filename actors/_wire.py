@@ -19,6 +19,7 @@ from ._exit import ExitReason, Progress, Raised, RemoteErrorData, Returned
 from ._snapshot import Snapshot
 
 MAIN_SCRIPT = "__actors_main__"
+WINDOW = 512  # casts per path that may be on their way over one link
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
 
