@@ -22,7 +22,8 @@ TEST_TIMEOUT_S = 20.0
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if inspect.iscoroutinefunction(metafunc.function):
-        metafunc.fixturenames.append("loop")
+        if "loop" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("loop")
         only = metafunc.definition.get_closest_marker("loops")
         metafunc.parametrize("loop", only.args if only else list(BACKENDS))
 
