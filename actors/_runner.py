@@ -193,8 +193,8 @@ class Runner:
             actions = self.core.restart_child(slot.spec.name, anyio.current_time(), "request, to restart it")
             self._carry_out(actions)
         while not (slot.up and slot.generation > before):
-            if slot.gone:
-                raise slot.error or ActorClosed(f"actor {slot.path!r} ended instead of starting anew")
+            if slot.gone or self.core.is_down_for_good(slot.spec.name):
+                raise slot.error or ActorClosed(f"actor {slot.path!r} has ended after it was restarted")
             await slot.wait_change()
 
     def _carry_out(self, actions: list[_core.Action]) -> None:
