@@ -23,7 +23,7 @@ from runtime.messages import Opened, SamplingParams, Submit, TokenLogprobs
 from runtime.models.config import ModelConfig
 
 # Both sides compute logits in float32, in another order. Each may be off by this much.
-LOGIT_ERROR = 1e-3
+LOGIT_ERROR = 5e-4
 # So two scores that are nearer than this may stand in either order: the only excuse for another token.
 NEAR_TIE = 2 * LOGIT_ERROR
 # And a rare one.
