@@ -1,23 +1,53 @@
-# What every change is checked with. PYTHON=... picks another interpreter.
-PYTHON ?= python
-export PYTHONPATH := .:http
+# Two commands matter: `make serve` and `make test`. Both set themselves up, and start at once the second time.
+#
+#   PYTHON=python3.13   the interpreter for .venv (3.11 to 3.13)
+#   ARGS="--port 9000"  more arguments for the command
 
-.PHONY: check lint types test test-full
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-check: lint types test
+.PHONY: help serve test test-full lint clean
+.DEFAULT_GOAL := help
 
-lint:
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
+help:
+	@echo "make serve   serve a small chat model (examples/smollm2.toml)"
+	@echo "make test    check style and types, and run the tests"
+	@echo "make lint    the first half of that"
+	@echo "make test-full  the engine against transformers with nothing left out: an hour or two"
+	@echo "make clean   remove $(VENV)"
 
-types:
-	$(PYTHON) -m mypy
+serve: $(VENV)/.serve
+	@exec $(BIN)/runtime serve examples/smollm2.toml $(ARGS)
 
-# Everything; of the heaviest comparisons a seeded share.
-test:
-	$(PYTHON) -m pytest
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
 
-# The whole engine against transformers, nothing left out: 200 requests on the real model for each page size, chunk size
-# and CPU path, 40 prompts against generate. About an hour on two cores.
-test-full:
-	$(PYTHON) -m pytest --full tests/engine/test_equality.py
+# 200 requests on the real model for each page size, chunk size and CPU path, all of them judged by transformers, and 40
+# prompts against its generate. `make test` takes a seeded share of these.
+test-full: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full tests/engine/test_equality.py $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
+
+# A stamp file is newer than what it was made from: as long as that is so, nothing is installed.
+$(VENV)/.serve: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else \
+		"Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d: try make PYTHON=python3.13" % sys.version_info[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) ..."
+	@$(PIP) install --requirement requirements.txt
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve requirements-test.txt
+	@$(PIP) install --requirement requirements-test.txt
+	@touch $@

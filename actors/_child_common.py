@@ -57,7 +57,9 @@ def prepare(sock: socket.socket, launch: Launch) -> tuple[Callable[..., Any], tu
     send_now(sock, Phase(Progress("import", text=launch.target)))
     try:
         target = import_target(launch.target)
-        return target, convert_args(target, [load(arg) for arg in launch.args])
+        args = convert_args(target, [load(arg) for arg in launch.args])
+        send_now(sock, Phase(Progress("start")))
+        return target, args
     except BaseException as exc:
         reason = reason_of(exc)
     send_now(sock, Bye(portable(reason)))

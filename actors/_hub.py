@@ -19,6 +19,7 @@ from ._mailbox import OnTaken, Parked
 from ._wire import CallError, Parcel
 
 CANCEL_GRACE_S = 0.5
+CASTS_PER_YIELD = 64  # a sender that never yields would never let its messages go
 
 
 class PendingCall:
@@ -82,6 +83,11 @@ class Endpoint(Protocol):
     def accept_cast(self, path: str, generation: int, parcel: Parcel, on_taken: OnTaken | None) -> bool | Parked:
         """True: taken. False: no room and `on_taken` is None. Parked: waits for room. Raises ActorError."""
 
+    def wants_confirmation(self, path: str) -> bool:
+        """Whether a cast is to go as a call of "$cast", so that its sender hears of a refusal there."""
+
+    def learn_policy(self, path: str, policy: str) -> None: ...
+
     def send_watch(self, path: str, on: bool) -> None: ...
 
 
@@ -109,6 +115,7 @@ class Hub:
         self.on_generation: Callable[[str, int], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.lost_casts: dict[str, int] = {}
+        self._casts = 0
         self._ended: dict[str, tuple[int, ExitReason]] = {}
         self._last: dict[str, News] = {}
         self._watched: dict[str, _Watched] = {}
@@ -225,17 +232,23 @@ class Hub:
         """Put into the mailbox; waits while it is full, if its policy is "wait". Cancelled while it waits, nothing is
         sent. Raises MailboxFull, ActorDied or NoSuchActor."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        taken = anyio.Event()
-        outcome = self.find(path).accept_cast(path, generation, Parcel(payload), taken.set)
+        endpoint = self.find(path)
+        if endpoint.wants_confirmation(path):
+            endpoint.learn_policy(path, await self.call(path, "$cast", payload, None, generation=generation))
+            return
+        waiter: list[anyio.Event] = []
+        outcome = endpoint.accept_cast(path, generation, Parcel(payload), lambda: waiter[0].set())
         if isinstance(outcome, Parked):
+            waiter.append(anyio.Event())
             try:
-                await taken.wait()
+                await waiter[0].wait()
             except BaseException:
                 outcome.drop()
                 raise
             if outcome.failed is not None:
                 raise outcome.failed
-        else:
+        self._casts += 1
+        if self._casts % CASTS_PER_YIELD == 0:
             await anyio.lowlevel.cancel_shielded_checkpoint()
 
     def cast_nowait(self, path: str, payload: Any, *, generation: int = 0) -> bool:

@@ -113,6 +113,8 @@ class LocalLauncher:
             finally:
                 theirs.close()
                 os.close(stderr_write)
+            on_error.callback(popen.wait)
+            on_error.callback(popen.kill)
             pidfd = os.pidfd_open(popen.pid)
             ours.sendall(struct.pack(">I", len(data)) + data)
             on_error.pop_all()

@@ -8,8 +8,8 @@ from functools import partial
 
 import anyio
 
-from ._errors import ActorDied, ActorError, MailboxFull
-from ._exit import ExitReason
+from ._errors import ActorDied, ActorError
+from ._exit import ExitReason, Lost
 from ._hub import Hub, News, PendingCall
 from ._link import Link
 from ._mailbox import OnTaken, Parked
@@ -46,14 +46,14 @@ class Peer:
         self._ids = 0
         self._lanes: dict[str, _Lane] = {}
         self._taken: dict[str, int] = {}
+        self._refused: set[str] = set()
+        self._policies: dict[str, str] = {}  # of the mailboxes behind the link, where known
 
     # -- endpoint: towards the peer ---
     def _check(self, path: str, generation: int) -> None:
         if self.closed is not None:
             raise ActorDied(path, *self.closed)
         if generation and path == self.path and self.generation and generation != self.generation:
-            from ._exit import Lost
-
             raise ActorDied(path, generation, Lost(f"generation {self.generation} is in its place"))
 
     def accept_call(self, call: PendingCall) -> None:
@@ -86,6 +86,12 @@ class Peer:
         lane.parked.append((generation, parked))
         return parked
 
+    def wants_confirmation(self, path: str) -> bool:
+        return self.closed is None and self._policies.get(path, "fail") == "fail"
+
+    def learn_policy(self, path: str, policy: str) -> None:
+        self._policies[path] = policy
+
     def send_watch(self, path: str, on: bool) -> None:
         self._link.send(Watch(path) if on else Unwatch(path))
 
@@ -112,8 +118,8 @@ class Peer:
         match frame:
             case Cast():
                 self._on_cast(frame)
-            case Taken(path, count):
-                self._on_taken(path, count)
+            case Taken(path, count, refused):
+                self._on_taken(path, count, refused)
             case Call():
                 self._on_call(frame)
             case Reply(number, result, error):
@@ -167,17 +173,16 @@ class Peer:
         self._link.send(Reply(number, data, error))
 
     def _on_cast(self, frame: Cast) -> None:
-        acknowledge = partial(self._acknowledge, frame.path)
+        path = frame.path
+        parcel = Parcel(data=frame.payload)
         try:
-            endpoint = self._hub.find(frame.path)
-            if endpoint.accept_cast(frame.path, frame.generation, Parcel(data=frame.payload), acknowledge) is True:
-                acknowledge()
-        except MailboxFull:
-            self._hub.count_lost(frame.path)
-            acknowledge()
+            taken = self._hub.find(path).accept_cast(path, frame.generation, parcel, partial(self._acknowledge, path))
         except ActorError:
-            self._hub.count_lost(frame.path)
-            acknowledge()
+            self._hub.count_lost(path)
+            self._refused.add(path)
+            taken = True
+        if taken is True:
+            self._acknowledge(path)
 
     def _acknowledge(self, path: str) -> None:
         self._taken[path] = self._taken.get(path, 0) + 1
@@ -187,10 +192,13 @@ class Peer:
         """The link's writer calls this before it looks for work: acknowledgements go out in batches."""
         if self._taken:
             taken, self._taken = self._taken, {}
+            refused, self._refused = self._refused, set()
             for path, count in taken.items():
-                self._link.send_bulk(Taken(path, count))
+                self._link.send_bulk(Taken(path, count, path in refused))
 
-    def _on_taken(self, path: str, count: int) -> None:
+    def _on_taken(self, path: str, count: int, refused: bool) -> None:
+        if refused:
+            self._policies.pop(path, None)  # the next cast that waits asks, and hears why
         lane = self._lanes.get(path)
         if lane is None:
             return

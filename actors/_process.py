@@ -35,7 +35,7 @@ from ._wire import (
     load,
 )
 
-FAILED_START_GRACE_S = 0.5  # for a process whose start has failed to be gone
+FAILED_START_GRACE_S = 0.3  # for a process whose start has failed to be gone
 EXIT_GRACE_S = 5.0  # for a process whose target has ended to be gone
 LOST_GRACE_S = 2.0  # for a process that closed its control channel to be gone
 REAP_TIMEOUT_S = 10.0  # for a killed process to be gone
@@ -79,6 +79,7 @@ class ProcessActor:
         self._bye_first = False  # it ended by itself, before anyone stopped it
         self._decided: ExitReason | None = None  # by us: it started too late, or hangs
         self._lost = ""
+        self._reached_target = False
 
     @property
     def stderr_tail(self) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ class ProcessActor:
         grace = EXIT_GRACE_S if self._spec.stop_timeout is None else self._spec.stop_timeout
         try:
             self._process = process = self._launcher.launch(self._spec, self.path, grace)
-        except OSError as exc:
+        except (OSError, ValueError) as exc:
             self.exception = exc
             return Raised(capture(exc))
         self.pid = process.pid
@@ -113,9 +114,13 @@ class ProcessActor:
             reason = self._verdict(status)
             if status is not None:
                 process.reap()
+        except BaseException:  # no stop, but a crash of the supervisor itself: leave no process
+            process.kill()
+            with anyio.move_on_after(REAP_TIMEOUT_S, shield=True):
+                await process.wait()
+                process.reap()
+            raise
         finally:
-            if self._killed_at is None and isinstance(reason, Lost):
-                process.kill()
             self.state = State.ENDED
             peer.close(self.generation, reason)
             self._hub.unregister(peer, self.generation, reason)
@@ -175,7 +180,8 @@ class ProcessActor:
         if status is None:
             return Stopped(by, "stuck", "it can't be killed")
         if self._killed_at is not None:
-            return Stopped(by, "killed", f"after {self._killed_at - self._stop_at:.1f} s")
+            late = self._killed_at - self._stop_at
+            return Stopped(by, "killed", f"after {late:.1f} s" if self._reached_target else "before its target ran")
         match self._bye:
             case Stopped(_, how, detail):
                 return Stopped(by, how, detail)
@@ -211,8 +217,9 @@ class ProcessActor:
                     self.state = State.BOOTED
                 self._observer.progressed(self)
             case Phase(progress):
-                if self.state is State.BOOTED:
+                if progress.phase != "import" and self.state is State.BOOTED:
                     self.state = State.STARTING
+                    self._reached_target = True
                 self.progress = progress
                 self.phase = progress.phase
                 self._extend_start()
@@ -352,6 +359,10 @@ class ProcessActor:
         self._deadline = deadline
         if self._process is None:
             return
+        if self.state in (State.SPAWNING, State.BOOTED):  # its target hasn't begun: there is nothing to unwind
+            self.state = State.STOPPING
+            self._kill_by(0.0)
+            return
         drains = self._spec.drain and self.started_at is not None
         self.state = State.DRAINING if drains else State.STOPPING
         budget = max(deadline - now, 0.0)
@@ -360,5 +371,7 @@ class ProcessActor:
         )  # what is below it is gone before it is killed
         self._link.send(Stop(by, None if math.isinf(budget) else budget, drains))
         self._kill_at = min(self._kill_at, deadline)
+        if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
+            self._kill_by(FAILED_START_GRACE_S)
         self._clock_wake.set()
         self._hub.changed()

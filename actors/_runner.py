@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,13 @@ class Environment:
     launcher: Launcher
     on_event: OnEvent | None = None
     random: random.Random = field(default_factory=random.Random)
+    on_interrupt: Callable[[KeyboardInterrupt], None] | None = None
+
+    def interrupt(self, exc: KeyboardInterrupt) -> None:
+        """Ctrl-C was raised inside an actor: the owner of the tree is to get it, after an orderly stop."""
+        if self.on_interrupt is None:
+            raise exc
+        self.on_interrupt(exc)
 
 
 class Slot:

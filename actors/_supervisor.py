@@ -38,6 +38,7 @@ class Supervisor:
         self._body = anyio.CancelScope()
         self._waiters = 0
         self._delivered = False
+        self._interrupt: KeyboardInterrupt | None = None
 
     @property
     def path(self) -> str:
@@ -126,6 +127,12 @@ class Supervisor:
         return Watch(self._hub, path)
 
     # -- the runner's host ---
+    def interrupt(self, exc: KeyboardInterrupt) -> None:
+        """Stop all, end the block, and raise `exc` from it."""
+        self._interrupt = exc
+        self.request_stop(_FOREVER, "the keyboard")
+        self._body.cancel("Ctrl-C")
+
     async def _host(self) -> None:
         await self._runner.run()
         if self._runner.exception is not None and not self._waiters:
@@ -149,6 +156,8 @@ class Supervisor:
                 self.request_stop(min(deadline, self._owner_deadline()), "its owner, which left the block")
                 with anyio.CancelScope(shield=True):
                     await self._runner.ended.wait()
+        if self._interrupt is not None:
+            raise self._interrupt
         failure = self._runner.exception
         if error is not None:
             if failure is not None and failure is not error and not self._delivered:
@@ -183,7 +192,11 @@ def open_supervisor(
     spec = SupervisorSpec(
         name, children, strategy=strategy, intensity=intensity, period=period, auto_shutdown=auto_shutdown
     )
-    environment = Environment(launcher or LocalLauncher(), on_event, random.Random(seed))
+
+    def interrupt(exc: KeyboardInterrupt) -> None:
+        supervisor.interrupt(exc)
+
+    environment = Environment(launcher or LocalLauncher(), on_event, random.Random(seed), interrupt)
     hub = Hub()
     runner = Runner(spec, "", hub=hub, environment=environment)
     supervisor = Supervisor(runner)

@@ -75,7 +75,7 @@ class TaskActor:
         self._start_deadline = math.inf
         self._stopped_by: str | None = None
         self._timed_out: StartTimeout | None = None
-        self._ended = False
+        self._how = "cancelled"
         self._clock_wake = anyio.Event()
 
     # -- life ---
@@ -93,7 +93,6 @@ class TaskActor:
                 reason = await self._run_target()
                 clock.cancel_scope.cancel()
         finally:
-            self._ended = True
             self.state = State.ENDED
             self.hub.unregister(self, self.generation, reason)
             died = ActorDied(self.path, self.generation, reason)
@@ -103,35 +102,45 @@ class TaskActor:
         return reason
 
     async def _run_target(self) -> ExitReason:
-        how, value = "cancelled", None
-        async with anyio.create_task_group() as tasks:
-            self._tasks = tasks
-            try:
-                value = await self._target(self.context, *self._args)
-                how = "returned"
-            except Exception as exc:
-                self.exception = exc
-                how = "raised"
-            except SystemExit as exc:
-                self.exception = exc
-                how = "exited"
-            except BaseException as exc:
-                if tasks.cancel_scope.cancel_called or not type(exc).__module__.startswith("asyncio"):
-                    raise
-                self.exception = exc  # asyncio only: someone cancelled the task itself, or the target raised it
-                how = "raised"
-            tasks.cancel_scope.cancel()
+        self._how = "cancelled"
+        value: Any = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                value = await self._call_target(tasks.cancel_scope)
+                tasks.cancel_scope.cancel()
+        except Exception as exc:  # a group of cancellations and errors, less the cancellations
+            self._raised(exc)
         if self._timed_out is not None:
             return self._timed_out
         if self._stopped_by is not None:
-            detail = f"{type(self.exception).__name__}: {self.exception}" if self.exception is not None else ""
-            return Stopped(self._stopped_by, how, detail)
+            detail = "" if self.exception is None else f"{type(self.exception).__name__}: {self.exception}"
+            return Stopped(self._stopped_by, self._how, detail)
         if self.exception is None:
             return self._returned(value)
         if isinstance(self.exception, SystemExit):
             code = self.exception.code
             return self._returned(None) if code in (None, 0) else Exited(code if isinstance(code, int) else 1)
         return Raised(capture(self.exception))
+
+    async def _call_target(self, scope: anyio.CancelScope) -> Any:
+        try:
+            value = await self._target(self.context, *self._args)
+            self._how = "returned"
+            return value
+        except (Exception, SystemExit) as exc:
+            self._raised(exc)
+        except KeyboardInterrupt as exc:  # the terminal's, and so the whole tree's
+            self._raised(exc)
+            self.environment.interrupt(exc)
+        except BaseException as exc:
+            if scope.cancel_called or not type(exc).__module__.startswith("asyncio"):
+                raise
+            self._raised(exc)  # asyncio only: someone cancelled the task itself, or the target raised it
+
+    def _raised(self, exc: BaseException) -> None:
+        self.exception = exc
+        self._how = "raised"
 
     def _returned(self, value: Any) -> ExitReason:
         if self.started_at is None:
@@ -307,6 +316,12 @@ class TaskActor:
                 return False
             raise MailboxFull(self.path)
         return False if on_taken is None else self.mailbox.park(parcel, on_taken)
+
+    def wants_confirmation(self, path: str) -> bool:
+        return False
+
+    def learn_policy(self, path: str, policy: str) -> None:
+        pass
 
     def send_watch(self, path: str, on: bool) -> None:
         raise AssertionError("a local actor holds nothing behind it")

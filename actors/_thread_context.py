@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -175,6 +176,13 @@ class ThreadContext:
         os.eventfd_write(self.wakeup_fd, 1)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(70)  # without its control plane this process is of no use; the parent has the traceback
+
+    def _serve(self) -> None:
         poll = select.poll()
         poll.register(self._out_wake, select.POLLIN)
         rest = b""

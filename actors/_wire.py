@@ -124,10 +124,11 @@ class Cast(Frame, frozen=True, tag="cast"):
 
 
 class Taken(Frame, frozen=True, tag="taken"):
-    """So many casts for this path left the sender's window."""
+    """So many casts for this path left the sender's window; `refused`: some found no actor, or no room."""
 
     path: str
     count: int
+    refused: bool = False
 
 
 class Watch(Frame, frozen=True, tag="watch"):
@@ -209,10 +210,13 @@ def dump(value: Any) -> bytes:
 def load(data: bytes) -> Any:
     """The value of `dump`. A type that can't be imported here leaves the plain builtins."""
     name, value = msgspec.msgpack.decode(data)
-    if name is None:
+    kind = None if name is None else _resolve(name)
+    if kind is None:
         return value
-    kind = _resolve(name)
-    return value if kind is None else msgspec.convert(value, kind)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:  # another version of the class
+        return value
 
 
 def _is_typed(kind: Any) -> bool:
@@ -231,7 +235,7 @@ def _resolve(name: str) -> type | None:
         found: Any = importlib.import_module(module)
         for part in qualname.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError):
+    except Exception:
         return None
     return found if isinstance(found, type) and _is_typed(found) else None
 

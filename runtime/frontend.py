@@ -20,10 +20,10 @@ from .messages import SamplingParams, StepText
 from .peers import DETOKENIZER, METRICS, Peers, value, walk
 from .report import Histogram, Report
 from .requests import Request, RequestTable
-from .service import Delta, ModelInfo, Sink, Unavailable
+from .service import Delta, ModelInfo, Sink, TokenizerClient, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
-REPORT_PERIOD_S = 0.25
+REPORT_PERIOD_S = 0.1
 
 
 class Frontend:
@@ -31,7 +31,8 @@ class Frontend:
 
     def __init__(self, ctx: actors.Context, config: Config, origin: str) -> None:
         self.config = config
-        self.tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer")
+        self._tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer")
+        self.tokenizer: TokenizerClient = self._tokenizer
         self.up = FrontendUp(origin)
         self.draining = False
         self.idle = anyio.Event()
@@ -54,7 +55,7 @@ class Frontend:
         return self._info
 
     def ready(self) -> bool:
-        return self._scheduler_up and self._detokenizer_up and self.tokenizer.up and not self.draining
+        return self._scheduler_up and self._detokenizer_up and self._tokenizer.up and not self.draining
 
     async def wait_ready(self) -> None:
         """Until everything behind this frontend was up once."""
@@ -62,7 +63,7 @@ class Frontend:
 
     async def status(self) -> dict[str, Any]:
         tree = await self._ctx.snapshot()
-        actors_ = [actor for actor in walk(tree) if not actor.children]
+        actors_ = [actor for actor in walk(tree) if actor.kind != "supervisor"]
         if self.draining:
             state = "draining"
         elif self.ready():
@@ -162,8 +163,8 @@ class Frontend:
             self._look()
 
     async def watch_tokenizer(self) -> None:
-        async for notice in self._ctx.watch(self.tokenizer.path):
-            self.tokenizer.heard(notice)
+        async for notice in self._ctx.watch(self._tokenizer.path):
+            self._tokenizer.heard(notice)
             self._look()
 
     def _look(self) -> None:

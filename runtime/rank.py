@@ -19,7 +19,7 @@ from .peers import DETOKENIZER, METRICS, MODEL, Peers, value
 from .report import Report
 from .sources import ModelFiles
 
-REPORT_PERIOD_S = 0.25
+REPORT_PERIOD_S = 0.1
 
 
 class Rank:
@@ -38,7 +38,8 @@ class Rank:
         self._via = 0  # generation of the detokenizer that ``_outbox`` leads to
         self._early: list[Submit] = []  # those that count on a detokenizer we have not heard of yet
         self._origins: dict[str, str] = {}  # frontend's path -> its origin
-        self._reported = 0.0
+        self._reported_at = 0.0
+        self._reported: dict[str, float] = {}
         self._phases_s: dict[str, float] = {}
         self._phase_began = time.monotonic()
         self._phase = ""
@@ -56,7 +57,9 @@ class Rank:
 
     def run(self) -> None:
         self.ctx.watch(MODEL)
-        self.phase("import")
+        self.phase("import torch")
+        import torch  # noqa: F401  it takes longest: while the model's files are on their way
+
         from .engine.build import build
 
         self.phase("wait for the model files")
@@ -90,9 +93,10 @@ class Rank:
                 step = core.step()
                 if step is not None:
                     self._send(step)
-                self._report(time.monotonic(), soon=not core.has_work())
+                self._report(soon=False)
                 self._hear()
             else:
+                self._report(soon=True)
                 self.ctx.beat("idle")
                 self._wait(beat_s)
                 self._hear()
@@ -155,12 +159,15 @@ class Rank:
 
     # --- figures
 
-    def _report(self, now: float, *, soon: bool) -> None:
-        if soon or now - self._reported >= REPORT_PERIOD_S:
-            self._reported = now
-            self.ctx.cast_nowait(
-                METRICS, Report(self.ctx.path, {**self.core.stats(), "garbage_frames": self.mailbox.garbage})
-            )
+    def _report(self, *, soon: bool) -> None:
+        """Tell the metrics actor where we are: now and then while steps go on, and before falling asleep."""
+        now = time.monotonic()
+        if not soon and now - self._reported_at < REPORT_PERIOD_S:
+            return
+        figures = {**self.core.stats(), "garbage_frames": self.mailbox.garbage}
+        if figures != self._reported:
+            self._reported_at, self._reported = now, figures
+            self.ctx.cast_nowait(METRICS, Report(self.ctx.path, figures))
 
 
 def scheduler(ctx: actors.ThreadContext, config: Config, peers: Peers) -> None:

@@ -85,13 +85,16 @@ class Request:
         else:
             self.pending.merge(delta)
 
+    def abort(self) -> None:
+        self._table.abort(self)
+
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._table.abort(self)
+        self.abort()
 
     def __aiter__(self) -> Self:
         return self

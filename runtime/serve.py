@@ -65,33 +65,35 @@ async def _serve(config: Config, listener: socket.socket, console: Console) -> i
 async def _mind_signals(signals: AsyncIterator[int], tree: Tree, console: Console) -> None:
     """The first signal drains, the second ends at once."""
     supervision = tree.config.supervision
-    async with anyio.create_task_group() as tasks:
+    first = await anext(signals)
+    console.stopping(signal.Signals(first).name)
+    second = 0
+    async with anyio.create_task_group() as patience:
 
-        async def drain() -> None:
-            await tree.drain(supervision.drain_timeout_s)
-            await tree.supervisor.stop(supervision.stop_timeout_s)
-            raise _Ended(0)
+        async def hurry() -> None:
+            nonlocal second
+            second = await anext(signals)
+            console.stopping(signal.Signals(second).name)
+            patience.cancel_scope.cancel()
 
-        first = await anext(signals)
-        console.stopping(signal.Signals(first).name)
-        tasks.start_soon(drain)
-        second = await anext(signals)
-        console.stopping(signal.Signals(second).name)
-        with anyio.CancelScope(shield=True):
-            await tree.supervisor.stop(0.0)
-        raise _Ended(128 + second)
+        patience.start_soon(hurry)
+        await tree.drain(supervision.drain_timeout_s)
+        patience.cancel_scope.cancel()
+    with anyio.CancelScope(shield=True):
+        await tree.supervisor.stop(0.0 if second else supervision.stop_timeout_s)
+    raise _Ended(128 + second if second else 0)
 
 
 def _verdict(error: BaseException, console: Console) -> int:
     ended = _find(error, _Ended)
     if ended is not None:
         return ended.code
-    for kind in (actors.ActorStartError, actors.RestartLimitExceeded):
-        if (fault := _find(error, kind)) is not None:
-            console.close()
-            print(failure_block(fault), file=sys.stderr, flush=True)
-            return 1
-    raise error
+    fault = _find(error, actors.ActorStartError) or _find(error, actors.RestartLimitExceeded)
+    if fault is None:
+        raise error
+    console.close()
+    print(failure_block(fault), file=sys.stderr, flush=True)
+    return 1
 
 
 def _find(error: BaseException, kind: type[E]) -> E | None:

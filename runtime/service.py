@@ -84,11 +84,24 @@ class Sink(Protocol):
 
 
 class Generation(Protocol):
-    """One running request. Leaving the context aborts what still runs, at once."""
+    """One running request.
 
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    With a sink the deltas go there, else they are what iterating gives; a reader that is behind finds them merged.
+    Leaving the context aborts what still runs.
+    """
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
+
+    def abort(self) -> None:
+        """Forget the request, now and without waiting: nothing is pushed any more. After its end: no effect."""
+        ...
 
     async def __aenter__(self) -> Self: ...
 

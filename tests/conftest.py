@@ -1,13 +1,18 @@
-"""Options of the whole suite."""
+"""Settings and options of all tests."""
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("runtime", deadline=None)
+settings.load_profile("runtime")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="whole sizes where a test normally takes a seeded share: hundreds of prompts on the real model (make test-full)",
+        help="whole sizes where a test takes a seeded share otherwise: hundreds of prompts on the real model",
     )
 
 

@@ -1,8 +1,10 @@
 """What imports what: the packages live side by side, and the light ones stay light."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,25 @@ def test_the_scheduler_needs_no_torch() -> None:
     modules = ["batch", "request", "pages", "radix", "scheduler", "core"]
     present = [name for name in modules if (ROOT / "runtime" / "engine" / f"{name}.py").exists()]
     assert "torch" not in loaded_by("; ".join(f"import runtime.engine.{name}" for name in present))
+
+
+def test_the_readme_links_to_files_that_are_there() -> None:
+    for name in ("README.md", "CHANGELOG.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text()):
+            assert (ROOT / target).exists(), f"{name} links to {target}"
+
+
+def test_the_pins_are_within_the_ranges() -> None:
+    """Every dependency that pyproject.toml names is pinned, to a version that it allows."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins: dict[str, str] = {}
+    for name in ("requirements.txt", "requirements-test.txt"):
+        lines = [line.split("==") for line in (ROOT / name).read_text().splitlines() if "==" in line]
+        pins |= {canonicalize_name(package): version for package, version in lines}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(pins[canonicalize_name(wanted.name)]), text
+    assert not any(name.startswith(("triton", "nvidia")) for name in pins)

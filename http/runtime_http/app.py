@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from quart import Blueprint, Quart, Request, Response, request
+from quart import Blueprint, Quart, Request, Response, has_request_context, request
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 from werkzeug.exceptions import HTTPException
@@ -122,7 +122,7 @@ def _on_api_error(front: Front) -> Callable[[Exception], Awaitable[Response]]:
 
 def _on_http_error(front: Front) -> Callable[[HTTPException], Awaitable[Any]]:
     async def handle(error: HTTPException) -> Any:
-        if error.code is None or error.code < 400:
+        if error.code is None or error.code < 400 or not has_request_context():  # a redirect, a WebSocket
             return error.get_response()
         return share(front, refuse(from_http(error, request.method, request.path)))
 

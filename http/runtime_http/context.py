@@ -62,7 +62,7 @@ class Call:
                 type="invalid_request_error",
                 code="invalid_api_key",
             )
-        candidate = given.strip().encode()
+        candidate = given.strip().encode("latin-1")  # as the bytes came
         # All are compared, so that the time tells nothing of which one, or how much of it, was right.
         if not sum([hmac.compare_digest(candidate, key.encode()) for key in keys]):
             raise ApiError(401, "Incorrect API key provided.", type="invalid_request_error", code="invalid_api_key")

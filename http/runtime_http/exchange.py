@@ -1,7 +1,7 @@
 """The outermost layer of the app: one request and its answer, as the ASGI server sees them."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import anyio
@@ -21,12 +21,13 @@ KEY = "runtime_http"  # where the scope holds the exchange
 class Exchange:
     """Reached by the handlers through the request's scope."""
 
-    __slots__ = ("closing", "link", "status", "whole", "wire")
+    __slots__ = ("closing", "linger_s", "link", "status", "whole", "wire")
 
-    def __init__(self, link: Link | None) -> None:
+    def __init__(self, link: Link | None, linger_s: float) -> None:
         self.link = link
+        self.linger_s = linger_s
         self.wire: Wire | None = None  # once the head of a chunked answer is sent, where the short way exists
-        self.closing = AsyncExitStack()  # what must be left when the request ends, however it ends
+        self.closing = ExitStack()  # what must be left when the request ends, however it ends
         self.status = 0
         self.whole = False  # the end of the answer is on its way
 
@@ -44,7 +45,7 @@ class ExchangeLayer:
         root = self.front.options.root_path
         if root and scope["path"].startswith(root + "/"):  # a proxy in front may have taken the prefix off already
             scope["path"] = scope["path"][len(root) :]
-        exchange = scope[KEY] = Exchange(find_link(send))
+        exchange = scope[KEY] = Exchange(find_link(send), self.front.options.linger_s)
 
         async def send_through(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -66,6 +67,7 @@ class ExchangeLayer:
             await self.app(scope, receive, send_through)
         finally:
             self.front.exchanges.discard(exchange)
+            if exchange.link is not None and exchange.status and not exchange.whole:
+                exchange.link.drop()  # a torn answer; nothing can follow it
             self.front.stats.count(scope["path"], exchange.status, whole=exchange.whole)
-            with anyio.CancelScope(shield=True):
-                await exchange.closing.aclose()
+            exchange.closing.close()

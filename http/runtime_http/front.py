@@ -52,8 +52,8 @@ class Front:
         for job in tuple(self.jobs):
             job.fail(error)
 
-    def close_connections(self) -> None:
+    def drop_connections(self) -> None:
         """Drop the connections of all requests that have not ended, whatever their clients do."""
         for exchange in tuple(self.exchanges):
             if exchange.link is not None:
-                exchange.link.close()
+                exchange.link.drop()

@@ -25,11 +25,14 @@ async def frontend(
     data_plane = plane or DataPlane()
     listener = socket.socket(fileno=os.dup(listener_fd))
 
-    async def told_to_drain() -> float:
+    async def drained() -> float:
+        """Until the server is to close; connections are taken till then, so that clients and /ready hear a 503."""
         await ctx.draining.wait()
-        front.draining = True
-        left_s = config.supervision.drain_timeout_s if ctx.deadline is None else ctx.deadline - trio.current_time()
-        return max(left_s - 3 * LAST_WORDS_S, 0.0)
+        deadline = trio.current_time() + config.supervision.drain_timeout_s if ctx.deadline is None else ctx.deadline
+        with trio.move_on_at(deadline - 3 * LAST_WORDS_S):
+            await front.drain()
+            return LAST_WORDS_S  # for the last chunks to get out
+        return 0.0
 
     with listener:
         async with open_frontend(ctx, config, peers, data_plane, local=local) as front, trio.open_nursery() as nursery:
@@ -40,7 +43,7 @@ async def frontend(
 
             ctx.progress("wait for the engine")
             nursery.start_soon(say_started)
-            await serve(front, [listener], shutdown_trigger=told_to_drain)
+            await serve(front, [listener], shutdown_trigger=drained)
             nursery.cancel_scope.cancel()
     if plane is None:
         data_plane.close()

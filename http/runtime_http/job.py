@@ -92,6 +92,7 @@ class Job:
         self.created = int(time.time())
         self.started_s = anyio.current_time()
         self.choices: list[Choice] = []
+        self._generations: list[Generation] = []
         self.failure: ApiError | None = None
         self._running = 0
         self._behind_bytes = 0
@@ -129,7 +130,8 @@ class Job:
                         deadline_s=deadline_s,
                         sink=choice,
                     )
-                    await self.exchange.closing.enter_async_context(choice.generation)
+                    self._generations.append(choice.generation)
+                    self.exchange.closing.callback(choice.generation.abort)
         except ServiceError as error:
             raise from_service(error) from error
         headers = {"X-Request-Id": self.id}
@@ -187,8 +189,7 @@ class Job:
         """End with an error: an event if the answer has begun, else a status."""
         if self._ended:
             return
-        self._ended = True
-        self.failure = error
+        self._stop(error)
         if self._outlet is not None and self._outlet.can_write():
             self._outlet.write(self._close())
         self._end()
@@ -200,13 +201,19 @@ class Job:
         self._first.set()
         self._done.set()
 
+    def _stop(self, error: ApiError) -> None:
+        """Take no more news, and ask for none."""
+        self._ended = True
+        self.failure = error
+        for generation in self._generations:
+            generation.abort()
+
     def _give_up(self) -> None:
         """The client takes its stream too slowly: nothing that we could send would reach it."""
         self.front.stats.slow_readers += 1
-        self._ended = True
-        self.failure = ApiError(500, "The client did not read its stream.")
+        self._stop(ApiError(500, "The client did not read its stream."))
         if self.exchange.link is not None:
-            self.exchange.link.close()
+            self.exchange.link.drop()
 
     def _render(self, choice: Choice, delta: Delta) -> bytes:
         if choice.opened:

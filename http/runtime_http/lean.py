@@ -6,7 +6,7 @@ connection nor arms its idle timer. Here the request runs in the app's own task,
 requests whose answer is not whole, and the end is sent when nobody cancels any more.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable
@@ -16,11 +16,13 @@ from quart.wrappers.response import DataBody, Response
 from quart_trio.asgi import TrioASGIHTTPConnection
 from werkzeug.wrappers import Response as WerkzeugResponse
 
+from runtime_http.exchange import KEY, Exchange
+
+LINGER_S = 10.0
+
 
 class LeanConnection(TrioASGIHTTPConnection):
     """For ``QuartTrio.asgi_http_class``."""
-
-    linger_s = 10.0
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         request = self._create_request_from_scope(send)
@@ -29,19 +31,26 @@ class LeanConnection(TrioASGIHTTPConnection):
             nursery.start_soon(listener.run, receive)
             response = await self.app.handle_request(request)
             listener.discard = True
+            last = b""
             with trio.move_on_after(self._timeout_s(response)) as limit:
-                await self._send(send, response)
+                last = await self._send(send, response)
             if limit.cancelled_caught:
                 nursery.cancel_scope.cancel()
                 return  # no end marker: the client must not take it for the whole answer
             if not listener.received.is_set():
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+                last = b""
                 # The client still sends the body of a request that has its answer. Closing now would reset the
                 # connection, and the answer in it would be lost: take the rest for a while and throw it away.
-                with trio.move_on_after(self.linger_s):
+                with trio.move_on_after(self._linger_s()):
                     await listener.received.wait()
             listener.finished = True
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": last, "more_body": False})
             nursery.cancel_scope.cancel()
+
+    def _linger_s(self) -> float:
+        exchange: Exchange | None = cast(dict[str, Any], self.scope).get(KEY)
+        return LINGER_S if exchange is None else exchange.linger_s
 
     def _timeout_s(self, response: Any) -> float:
         timeout = self.app.config["RESPONSE_TIMEOUT"]
@@ -49,8 +58,8 @@ class LeanConnection(TrioASGIHTTPConnection):
             timeout = response.timeout
         return float("inf") if timeout is None else timeout
 
-    async def _send(self, send: ASGISendCallable, response: Response | WerkzeugResponse) -> None:
-        """Everything but the end."""
+    async def _send(self, send: ASGISendCallable, response: Response | WerkzeugResponse) -> bytes:
+        """Send everything but the last part, which comes back."""
         headers = encode_headers(response.headers)
         await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         if isinstance(response, WerkzeugResponse):
@@ -58,13 +67,13 @@ class LeanConnection(TrioASGIHTTPConnection):
                 body = data.encode() if isinstance(data, str) else data
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         elif isinstance(response.response, DataBody):
-            body = response.response.data[response.response.begin : response.response.end]
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            return response.response.data[response.response.begin : response.response.end]
         else:
             async with response.response as parts:
                 async for data in parts:
                     body = data.encode() if isinstance(data, str) else data
                     await send({"type": "http.response.body", "body": body, "more_body": True})
+        return b""
 
 
 class Listener:

@@ -27,7 +27,7 @@ def plain_message(message: Message, param: str) -> dict[str, Any]:
         raise invalid(
             f"{param}.content", f"Invalid value for '{param}.content': expected a string or a list, got null."
         )
-    content = plain_content(message.content or "", f"{param}.content")
+    content = "" if message.content is None else plain_content(message.content, f"{param}.content")
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:

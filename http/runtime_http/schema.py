@@ -216,9 +216,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 def convert(body: dict[str, Any], into: type[Request], prefix: str = "") -> Request:
     """The typed request. Null at the top level means not given."""
     given = {name: value for name, value in body.items() if value is not None}
-    fields = frozenset(into.__struct_encode_fields__)
-    for name in given.keys() - fields:
-        check_unknown(name, given[name], fields, prefix)
+    for name in given.keys() - frozenset(into.__struct_encode_fields__):
+        check_unknown(name, given[name], into, prefix)
     try:
         return msgspec.convert(given, into)
     except msgspec.ValidationError as error:
@@ -227,12 +226,13 @@ def convert(body: dict[str, Any], into: type[Request], prefix: str = "") -> Requ
         raise invalid(None, "The body is nested too deeply.") from None
 
 
-def check_unknown(name: str, value: Any, fields: frozenset[str], prefix: str) -> None:
+def check_unknown(name: str, value: Any, into: type[msgspec.Struct], prefix: str) -> None:
     if name in UNSUPPORTED:
         if not any(value == neutral for neutral in UNSUPPORTED[name]):
             raise unsupported(prefix + name, f"'{prefix}{name}'")
     elif name not in HARMLESS:
-        near = difflib.get_close_matches(name, fields, n=1, cutoff=0.87)
+        ours = dict(zip(into.__struct_fields__, into.__struct_encode_fields__, strict=True))
+        near = [ours[name]] if name in ours else difflib.get_close_matches(name, ours.values(), n=1, cutoff=0.87)
         if near:
             raise invalid(
                 prefix + name,

@@ -19,6 +19,7 @@ from runtime_http.errors import ApiError
 from runtime_http.front import Front
 from runtime_http.options import Options
 
+KEEPALIVE_S = 60
 LAST_WORDS_S = 1.0  # for error events to get out after the drain budget is spent
 
 
@@ -46,6 +47,7 @@ async def serve(
     own = [sock.dup() for sock in sockets]
     for sock in own:
         sock.setblocking(False)
+        watch_clients(sock, front.options.send_stall_s)
 
     async with trio.open_nursery() as nursery:
 
@@ -74,7 +76,7 @@ async def drain(front: Front, budget_s: float) -> None:
         return
     front.cut(ApiError(503, "The server is shutting down.", code="shutting_down"))
     await trio.sleep(LAST_WORDS_S)
-    front.close_connections()
+    front.drop_connections()
 
 
 async def drop_on_cancel(front: Front) -> None:
@@ -82,7 +84,25 @@ async def drop_on_cancel(front: Front) -> None:
     try:
         await trio.sleep_forever()
     finally:
-        front.close_connections()
+        front.drop_connections()
+
+
+def watch_clients(sock: socket.socket, stall_s: float) -> None:
+    """Have the kernel break connections whose clients vanished or take nothing; accepted sockets inherit this.
+
+    It sees every way of sending, the shielded ones of the server too.
+    """
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_S // 4),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", int(stall_s * 1000)),
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def hyper_config(options: Options) -> HyperConfig:

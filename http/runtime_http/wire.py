@@ -22,10 +22,6 @@ from hypercorn.trio.tcp_server import TCPServer
 BODILESS = (204, 304)
 
 
-class SendStalled(Exception):
-    """The client took nothing for too long."""
-
-
 class Link:
     """The connection under one request: plain TCP (or a Unix socket), HTTP/1.1, hypercorn on trio."""
 
@@ -34,9 +30,32 @@ class Link:
         self.protocol = protocol
         self.stream = stream
 
-    def close(self) -> None:
-        """Drop the connection now. Whoever waits on its socket is woken with an error."""
+    def drop(self) -> None:
+        """End the connection now. hypercorn finds it closed and reports a disconnect, which cancels the request.
+
+        Closing the socket wakes whoever sends or receives. A third one may wait: a reader that holds a pipelined
+        request back until the present one is answered, which will never be. It wakes to find nothing there.
+        """
         self.stream.socket.close()
+        self.protocol.connection = Gone()  # type: ignore[assignment]
+        self.protocol.can_read._event.set()  # type: ignore[attr-defined]
+
+
+class Gone:
+    """In the place of the h11 connection once the socket is closed: nothing comes, and what is sent is ignored."""
+
+    our_state = None
+    their_state = h11.ERROR
+    they_are_waiting_for_100_continue = False
+    trailing_data = (b"", False)
+
+    def receive_data(self, data: bytes) -> None: ...
+
+    def next_event(self) -> type[h11.NEED_DATA]:
+        return h11.NEED_DATA
+
+    def send(self, event: h11.Event) -> bytes:
+        raise h11.LocalProtocolError("the connection was dropped")
 
 
 def find_link(send: Any) -> Link | None:
@@ -94,9 +113,10 @@ class Wire:
         return framed[sent:] if sent < len(framed) else b""
 
     async def send(self, framed: bytes, stall_s: float) -> None:
-        """Send what ``write`` gave back; waits for the client. A broken connection ends in the request's cancellation.
+        """Send what ``write`` gave back; waits for the client.
 
-        Raises SendStalled after ``stall_s``. If that or a cancellation leaves a torn chunk, the connection is closed.
+        A broken connection ends in the request's cancellation, and so does a client that is not done in ``stall_s``.
+        A cancellation may leave a torn chunk, so the connection is dropped.
         """
         server = self.link.server
         async with server.send_lock:
@@ -106,8 +126,8 @@ class Wire:
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 await server.protocol.handle(Closed())
             except trio.TooSlowError:
-                self.link.close()
-                raise SendStalled from None
+                self.link.drop()
+                await trio.sleep_forever()  # until the disconnect gets here
             except trio.Cancelled:
-                self.link.close()
+                self.link.drop()
                 raise

@@ -1,7 +1,6 @@
 """Servers to test against: the front with a scripted service, or any server given by ``--base-url``."""
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ import httpx
 import pytest
 import trio
 from scripted import ScriptedService
+from wirelevel import Connection
 
 import runtime_http
 from runtime_http.front import Front
@@ -37,34 +37,36 @@ class Server:
         assert self._up.wait(10)
 
     async def _main(self) -> None:
-        self._token = trio.lowlevel.current_trio_token()
+        self.token = trio.lowlevel.current_trio_token()
         self._shutdown = trio.Event()
         self._budget_s: float | None = None
         with trio.CancelScope() as self._scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.service.run)
-
-                async def trigger() -> float | None:
-                    await self._shutdown.wait()
-                    return self._budget_s
-
-                async def served(task_status: trio.TaskStatus[Any]) -> None:
-                    await runtime_http.serve(
-                        self.service, [self.socket], app=self.app, shutdown_trigger=trigger, task_status=task_status
-                    )
-
-                await nursery.start(served)
+                await nursery.start(self._serve)
                 self._up.set()
-                await self._ended(nursery)
-                nursery.cancel_scope.cancel()
 
-    async def _ended(self, nursery: trio.Nursery) -> None:
-        while len(nursery.child_tasks) > 1:  # the service's step loop stays
-            await trio.sleep(0.005)
+    async def _serve(self, task_status: trio.TaskStatus[Any]) -> None:
+        async def trigger() -> float | None:
+            await self._shutdown.wait()
+            return self._budget_s
+
+        await runtime_http.serve(
+            self.service, [self.socket], app=self.app, shutdown_trigger=trigger, task_status=task_status
+        )
+        self._scope.cancel()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run something on the server's loop."""
-        return trio.from_thread.run_sync(function, *args, trio_token=self._token)
+        return trio.from_thread.run_sync(function, *args, trio_token=self.token)
+
+    def tasks(self) -> int:
+        """Living tasks, as a condition of ``wait_until`` sees them."""
+
+        async def count() -> int:
+            return trio.lowlevel.current_statistics().tasks_living
+
+        return trio.from_thread.run(count, trio_token=self.token)
 
     def begin_shutdown(self, budget_s: float | None = None) -> None:
         self._budget_s = budget_s
@@ -81,23 +83,18 @@ class Server:
         self.join()
         self.socket.close()
 
-    def connect(self, *, receive_buffer: int | None = None) -> socket.socket:
-        sock = socket.socket()
-        if receive_buffer is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.settimeout(10)
-        sock.connect(("127.0.0.1", self.port))
-        return sock
+    def connect(self, *, receive_buffer: int | None = None) -> Connection:
+        return Connection(self.port, receive_buffer)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
         """Until a condition, looked at on the server's loop, holds."""
 
         async def watch() -> None:
             with trio.fail_after(timeout_s):
-                while not condition():
+                while not condition():  # noqa: ASYNC110
                     await trio.sleep(0.002)
 
-        trio.from_thread.run(watch, trio_token=self._token)
+        trio.from_thread.run(watch, trio_token=self.token)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A service whose model is a script: deterministic text, byte tokens, faults on request. It keeps runtime.service's promises.
+"""A service whose model is a script: deterministic text, byte tokens, faults on request.
 
 Words in the prompt command it: ``[[fail:N]]`` dies after N tokens, ``[[hang]]`` gives none, ``[[full]]`` finds the
 queue full, ``[[burst:N]]`` gets N tokens a step, ``[[refuse]]`` (in a chat) is refused by the chat template.
@@ -74,6 +74,9 @@ class ScriptedGeneration:
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
+        self.abort()
+
+    def abort(self) -> None:
         if self in self.service.live:
             self.service.live.discard(self)
             self.service.aborted += 1
@@ -187,7 +190,8 @@ class ScriptedService:
         return {"state": "ready" if self.is_ready else "starting", "actors": [actor]}
 
     async def metrics(self) -> bytes:
-        return f"# HELP scripted_running Live requests.\n# TYPE scripted_running gauge\nscripted_running {len(self.live)}\n".encode()
+        what = "# HELP scripted_running Live requests.\n# TYPE scripted_running gauge\n"
+        return f"{what}scripted_running {len(self.live)}\n".encode()
 
     async def flush_cache(self) -> None:
         self.flushed += 1

@@ -124,6 +124,7 @@ class StreamReply:
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.failure = f"{type(error).__name__}: {error}"
         finally:
+            connection.close()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()

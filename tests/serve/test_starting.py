@@ -141,7 +141,7 @@ def test_a_child_that_hangs_while_it_starts(tmp_path: Path) -> None:
         actor = server.wait_phase(SCHEDULER, lambda actor: actor["pid"] and actor["phase"])
         os.kill(actor["pid"], signal.SIGSTOP)
         assert server.wait_exit() == 1
-        assert "did not start within 3 s" in server.log
+        assert "did not start within 3" in server.log
 
 
 def test_while_it_starts_the_front_says_how_far_it_is(tmp_path: Path) -> None:
