@@ -9,13 +9,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help serve test lint clean
+.PHONY: help serve test test-full lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve   serve a small chat model (examples/smollm2.toml)"
 	@echo "make test    check style and types, and run the tests"
 	@echo "make lint    the first half of that"
+	@echo "make test-full  the engine against transformers with nothing left out: an hour or two"
 	@echo "make clean   remove $(VENV)"
 
 serve: $(VENV)/.serve
@@ -23,6 +24,11 @@ serve: $(VENV)/.serve
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+
+# 200 requests on the real model for each page size, chunk size and CPU path, all of them judged by transformers, and 40
+# prompts against its generate. `make test` takes a seeded share of these.
+test-full: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full tests/engine/test_equality.py $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check
