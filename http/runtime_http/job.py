@@ -9,7 +9,7 @@ from quart.wrappers.response import Response
 
 from runtime.messages import FinishReason, SamplingParams
 from runtime.service import Delta, Generation, ServiceError
-from runtime_http.errors import ApiError, from_service
+from runtime_http.errors import ApiError, from_engine, from_service
 from runtime_http.exchange import Exchange
 from runtime_http.front import Front, log
 from runtime_http.outlet import Outlet
@@ -132,6 +132,8 @@ class Job:
                     )
                     self._generations.append(choice.generation)
                     self.exchange.closing.callback(choice.generation.abort)
+                    if self.failure is not None:
+                        raise self.failure
         except ServiceError as error:
             raise from_service(error) from error
         headers = {"X-Request-Id": self.id}
@@ -155,7 +157,7 @@ class Job:
         if self._ended:
             return
         if delta.finish == "error" or delta.finish == "abort":
-            self.fail(ApiError(500, delta.error or "The request was aborted.", code=f"generation_{delta.finish}"))
+            self.fail(from_engine(delta))
             return
         if delta.finish is not None:
             choice.finish = delta.finish

@@ -108,7 +108,7 @@ class ScriptedGeneration:
             rest = [entry(token, self.params.prompt_logprobs) for token in self.prompt[1:]]
             prompt_logprobs, self._sent_prompt = (None, *rest), True
         logprobs = tuple(entry(token, self.params.logprobs) for token in tokens) if self.params.logprobs >= 0 else ()
-        return Delta(text, tuple(tokens), logprobs, prompt_logprobs, finish, "", match)
+        return Delta(text, tuple(tokens), logprobs, prompt_logprobs, finish, stop_match=match)
 
     def _next_token(self) -> int:
         forced = [token for token, bias in self.params.logit_bias.items() if bias >= 100]
