@@ -185,6 +185,12 @@ class ScriptedService:
     def ready(self) -> bool:
         return self.is_ready
 
+    def release(self) -> None:
+        """End the hanging of those that hang."""
+        for generation in self.live:
+            generation.hang = False
+        self._work.set()
+
     async def status(self) -> dict[str, Any]:
         actor = {"path": "replica0/scheduler0", "state": "starting", "phase": "weights", "progress": [3, 7]}
         return {"state": "ready" if self.is_ready else "starting", "actors": [actor]}
