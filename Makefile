@@ -39,13 +39,14 @@ clean:
 	rm -rf $(VENV)
 
 # A stamp file is newer than what it was made from: as long as that is so, nothing is installed.
-$(VENV)/.serve: requirements.txt pyproject.toml
+$(VENV)/.serve: requirements.txt pyproject.toml $(wildcard runtime/engine/native/*.h runtime/engine/native/*.cpp)
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else \
 		"Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d: try make PYTHON=python3.13" % sys.version_info[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) ..."
 	@$(PIP) install --requirement requirements.txt
 	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m runtime.engine.native build || echo "serving works without the native CPU kernels, slower"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.serve requirements-test.txt
