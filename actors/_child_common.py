@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import os
 import socket
 import sys
@@ -66,6 +65,10 @@ def prepare(sock: socket.socket, launch: Launch) -> tuple[Callable[..., Any], tu
 
 
 def convert_args(target: Callable[..., Any], args: list[Any]) -> tuple[Any, ...]:
+    if not args:
+        return ()
+    import inspect
+
     parameters = list(inspect.signature(target).parameters.values())[1:]
     hints = get_type_hints(target)
     for at, (parameter, arg) in enumerate(zip(parameters, args, strict=False)):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import anyio
 import anyio.lowlevel
+from msgspec import Struct
 
 from ._errors import ActorDied, ActorError, CallTimeout, MailboxFull, NoSuchActor, RemoteError
 from ._exit import ExitReason, Lost
@@ -61,8 +61,7 @@ class PendingCall:
             self.cancel_hook()
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(Struct, frozen=True):
     """An actor is up with `value`, or down for `reason`."""
 
     path: str

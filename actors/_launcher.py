@@ -14,11 +14,11 @@ import socket
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import anyio
+from msgspec import Struct
 
 from ._child import end_session
 from ._spec import ChildSpec
@@ -26,8 +26,7 @@ from ._spec import ChildSpec
 _CHILD = str(Path(__file__).with_name("_child.py"))
 
 
-@dataclass(frozen=True, slots=True)
-class ExitStatus:
+class ExitStatus(Struct, frozen=True):
     """What the kernel says about a process that has ended: a code or a signal, or neither if someone else took it."""
 
     code: int | None = None

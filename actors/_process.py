@@ -180,7 +180,7 @@ class ProcessActor:
     def _stop_verdict(self, status: ExitStatus | None, by: str) -> ExitReason:
         if status is None:
             return Stopped(by, "stuck", "it can't be killed")
-        if self._killed_at is not None:
+        if self._killed_at is not None and self._bye is None:
             late = self._killed_at - self._stop_at
             return Stopped(by, "killed", f"after {late:.1f} s" if self._reached_target else "before its target ran")
         match self._bye:
@@ -372,10 +372,9 @@ class ProcessActor:
         drains = self._spec.drain and self.started_at is not None
         self.state = State.DRAINING if drains else State.STOPPING
         budget = max(deadline - now, 0.0)
-        budget -= (
-            min(0.5, budget / 10) if math.isfinite(budget) else 0.0
-        )  # what is below it is gone before it is killed
-        self._link.send(Stop(by, None if math.isinf(budget) else budget, drains))
+        # A little less for the child: what is below it must be gone before it is killed itself.
+        budget_s = None if math.isinf(budget) else budget - min(0.5, budget / 10)
+        self._link.send(Stop(by, budget_s, drains))
         self._kill_at = min(self._kill_at, deadline)
         if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
             self._kill_by(FAILED_START_GRACE_S)

@@ -9,11 +9,11 @@ import traceback
 from types import FrameType
 from typing import Any
 
-import anyio
-
 
 def task_stacks(root_id: int) -> str:
     """The await stacks of a task and of the tasks below it, on any loop."""
+    import anyio  # a main-thread actor does without
+
     tasks = {task.id: task for task in anyio.get_running_tasks()}
     parts: list[str] = []
     for task in tasks.values():

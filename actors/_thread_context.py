@@ -16,10 +16,10 @@ from typing import Any
 from ._errors import ActorError
 from ._exit import ExitReason, Lost, Progress, RemoteErrorData
 from ._notices import Cast, Down, Drain, Notice, Stop, Up
-from ._peer import WINDOW
 from ._remote import capture
 from ._stacks import thread_stacks
 from ._wire import (
+    WINDOW,
     AnyFrame,
     Beat,
     Bye,

@@ -5,7 +5,6 @@ Frames are arrays tagged with their kind. Values travel as bytes inside them, so
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import importlib
 import struct
@@ -20,6 +19,7 @@ from ._exit import ExitReason, Progress, Raised, RemoteErrorData, Returned
 from ._snapshot import Snapshot
 
 MAIN_SCRIPT = "__actors_main__"
+WINDOW = 512  # casts per path that may be on their way over one link
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
 
@@ -227,7 +227,7 @@ def load(data: bytes) -> Any:
 
 
 def _is_typed(kind: Any) -> bool:
-    return issubclass(kind, msgspec.Struct | enum.Enum) or dataclasses.is_dataclass(kind)
+    return issubclass(kind, msgspec.Struct | enum.Enum) or hasattr(kind, "__dataclass_fields__")
 
 
 @lru_cache(1024)
@@ -269,7 +269,7 @@ def portable(reason: ExitReason) -> ExitReason:
 
 
 def portable_event(event: Event) -> Event:
-    return event if event.reason is None else dataclasses.replace(event, reason=portable(event.reason))
+    return event if event.reason is None else msgspec.structs.replace(event, reason=portable(event.reason))
 
 
 class Parcel:

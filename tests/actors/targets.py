@@ -199,7 +199,6 @@ async def spins(ctx: Context, started: bool) -> None:
     if started:
         ctx.started()
         ctx.beat("steps")
-        await anyio.lowlevel.checkpoint()
     stuck_in_this_function()
 
 

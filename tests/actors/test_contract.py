@@ -95,6 +95,11 @@ async def test_kill_restart_watch_and_stale_refs(kind: str) -> None:
         ref = sup.ref("p")
         watch = sup.watch("p")
         assert isinstance(await anext(watch), Up)
+
+        async def heard(*expected: str) -> bool:
+            return bool(await sup.ref("w").call("heard") == list(expected))
+
+        await until(lambda: heard("Up 1"))
         kill(sup, "p")
         assert await anext(watch) == Down("p", 1, actors.Signalled(signal.SIGKILL))
         assert (await ref.down()).reason == actors.Signalled(signal.SIGKILL)
@@ -104,12 +109,7 @@ async def test_kill_restart_watch_and_stale_refs(kind: str) -> None:
             await ref.cast("stale")
         assert not ref.cast_nowait("stale")
         assert (await sup.ref("p").restart()).generation == 3
-
-        async def heard() -> bool:
-            expected = ["Up 1", "Down 1", "Up 2", "Down 2", "Up 3"]
-            return bool(await sup.ref("w").call("heard") == expected)
-
-        await until(heard)
+        await until(lambda: heard("Up 1", "Down 1", "Up 2", "Down 2", "Up 3"))
 
 
 @launchers
@@ -194,7 +194,7 @@ async def test_drain(kind: str) -> None:
         if event.kind == "exited":
             reasons.append(event.reason)
 
-    specs = [process("p", targets.drains, drain=True), process("q", targets.echo, drain=True, stop_timeout=0.3)]
+    specs = [process("p", targets.drains, drain=True), process("q", targets.echo, drain=True, stop_timeout=1.0)]
     async with opened(kind, *specs, on_event=on_event):
         pass
     assert [reason.how for reason in reasons if isinstance(reason, actors.Stopped)] == ["cancelled", "returned"]
@@ -256,12 +256,13 @@ async def test_nested_supervisors_and_generations(kind: str) -> None:
         inner = await until(lambda: sup.snapshot().find("n/inner"))
         assert inner.kind == "process"
         assert await sup.ref("n/task").call("echo", "task") == "task"
+
+        async def heard(*expected: str) -> bool:
+            return bool(await sup.ref("w").call("heard") == list(expected))
+
+        await until(lambda: heard("Up 1"))
         kill(sup, "n")
-
-        async def heard() -> bool:
-            return bool(await sup.ref("w").call("heard") == ["Up 1", "Down 1", "Up 2"])
-
-        await until(heard)
+        await until(lambda: heard("Up 1", "Down 1", "Up 2"))
         assert "inner (process)" in actors.format_tree(sup.snapshot())
 
 
