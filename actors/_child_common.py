@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import inspect
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -90,26 +89,14 @@ def not_started() -> ExitReason:
 
 def leave(reason: ExitReason) -> NoReturn:
     """End the process, after its bye: the interpreter's own end still runs, but the verdict is out."""
+    sys.exit(exit_code(reason))
+
+
+def exit_code(reason: ExitReason) -> int:
     match reason:
         case Returned() | Stopped():
-            code = 0
-        case Exited(given):
-            code = given
+            return 0
+        case Exited(code):
+            return code
         case _:
-            code = 1
-    sys.exit(code)
-
-
-def parent_is_gone(sock: socket.socket) -> bool:
-    try:
-        sock.setblocking(False)
-        return sock.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def end_session() -> None:
-    """Without a parent, nobody else will end the programs that this actor started."""
-    os.killpg(0, signal.SIGKILL)
+            return 1

@@ -220,6 +220,7 @@ class Core:
             self._remove(child, reason, failed_start=not child.ever_started)
         else:
             self._decide(child, reason, "restart" if child.want and self.ending is None else "stopped")
+            self._forget_if_done(child, reason)
 
     def _on_death(self, child: Child, reason: ExitReason, in_start: bool, now: float) -> None:
         """It ended by itself."""
@@ -243,6 +244,7 @@ class Core:
             self._decide(child, reason, "stays down")
             if spec.significant:
                 self._auto_shutdown()
+            self._forget_if_done(child, reason)
             return
         if spec.give_up_on is not None and spec.give_up_on(reason):
             self._decide(child, reason, "give up")
@@ -308,6 +310,11 @@ class Core:
             other.depends_on = tuple(name for name in other.depends_on if name != child.name)
             other.waits_on -= {child.name}
         self._actions.append(Removed(child.name, reason, failed_start))
+
+    def _forget_if_done(self, child: Child, reason: ExitReason) -> None:
+        """A temporary child of a pool leaves nothing behind when it has ended; its name is free again."""
+        if child.spec.restart == "temporary" and not child.first_hour and self.ending is None:
+            self._remove(child, reason, failed_start=False)
 
     def _decide(self, child: Child, reason: ExitReason, what: str, delay_s: float = 0.0) -> None:
         self._actions.append(Decided(child.name, reason, what, delay_s, len(self.deaths)))

@@ -27,6 +27,7 @@ from ._wire import (
     Launch,
     Phase,
     ProtocolError,
+    Reported,
     Started,
     Stop,
     Tree,
@@ -35,7 +36,7 @@ from ._wire import (
     load,
 )
 
-FAILED_START_GRACE_S = 0.5  # for a process whose start has failed to be gone
+FAILED_START_GRACE_S = 0.3  # for a process whose start has failed to be gone
 EXIT_GRACE_S = 5.0  # for a process whose target has ended to be gone
 LOST_GRACE_S = 2.0  # for a process that closed its control channel to be gone
 REAP_TIMEOUT_S = 10.0  # for a killed process to be gone
@@ -228,7 +229,9 @@ class ProcessActor:
                 self._on_started(value)
             case Beat(phase):
                 self._beat_at = anyio.current_time()
-                self.phase = phase
+                if phase != self.phase:  # another limit holds, maybe an earlier one
+                    self.phase = phase
+                    self._clock_wake.set()
                 self._observer.beat(self)
             case Bye(reason):
                 self._bye = reason
@@ -240,6 +243,8 @@ class ProcessActor:
                 self.tree = decode_snapshot(snapshot)
                 self.tree_at = anyio.current_time()
                 self._hub.changed()
+            case Reported(event):
+                self._observer.reported(event)
             case Generation(path, number):
                 self._hub.note_generation(path, number)
             case _:
@@ -313,7 +318,7 @@ class ProcessActor:
                     limit = round(self._start_deadline - self._begun_at, 3)
                     self._decided = StartTimeout(self.phase, self.progress, limit)
                     self._observer.failed_start(self, self._decided)
-                    await self._take_stacks()
+                    await self.thread_stacks()
                     self._kill_by(0.0)
                     continue
             elif alive:
@@ -321,7 +326,7 @@ class ProcessActor:
                 until = min(until, hang_at)
                 if now >= hang_at:
                     silent, phase = now - self._beat_at, self.phase
-                    stacks = await self._take_stacks()
+                    stacks = await self.thread_stacks()
                     self._decided = Unresponsive(round(silent, 3), phase, stacks)
                     self._kill_by(0.0)
                     continue
@@ -329,7 +334,8 @@ class ProcessActor:
             with anyio.move_on_at(until):
                 await self._clock_wake.wait()
 
-    async def _take_stacks(self) -> str:
+    async def thread_stacks(self) -> str:
+        """The stacks of all its threads, taken by a signal, so also when stuck. They go to the stderr tail too."""
         assert self._process is not None
         stacks = await self._process.dump_stacks(STACKS_TIMEOUT_S)
         if not stacks:
@@ -371,5 +377,7 @@ class ProcessActor:
         )  # what is below it is gone before it is killed
         self._link.send(Stop(by, None if math.isinf(budget) else budget, drains))
         self._kill_at = min(self._kill_at, deadline)
+        if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
+            self._kill_by(FAILED_START_GRACE_S)
         self._clock_wake.set()
         self._hub.changed()

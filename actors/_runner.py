@@ -173,7 +173,7 @@ class Runner:
         if self._tasks is None or self.core.ending is not None:
             raise ActorClosed(f"supervisor {self.path or 'root'!r} is stopping; it starts nothing more")
         self._carry_out(self.core.add(spec, anyio.current_time()))
-        return self.slots[spec.name]
+        return self._slot(spec.name)
 
     async def stop_slot(self, slot: Slot, deadline: float, by: str) -> None:
         """Stop a child for good and wait until it is gone. Cancelled, the stop goes on."""
@@ -206,8 +206,10 @@ class Runner:
                 case _core.Decided():
                     self._decided(action)
                 case _core.Removed(name):
-                    self._slot(name).gone = True
-                    self.slots.pop(name).notify()
+                    slot = self.slots.pop(name, None) or Slot(self.core.spec, self._child_path(name))
+                    slot.gone = True
+                    slot.notify()
+                    self.hub.forget(slot.path)
                 case _core.AllStarted():
                     self.started_at = anyio.current_time()
                     self.state = State.RUNNING
@@ -315,6 +317,10 @@ class Runner:
 
     def failed_start(self, actor: Incarnation, reason: ExitReason) -> None:
         self._report("failed_start", actor.path, self._slot_of(actor), reason=reason)
+
+    def reported(self, event: Event) -> None:
+        if self.environment.on_event is not None:
+            self.environment.on_event(event)
 
     def stuck(self, actor: Incarnation, text: str) -> None:
         self._report("stuck", actor.path, self._slot_of(actor), text=text)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from ._events import Event
 from ._exit import ExitReason, Progress, Raised, RemoteErrorData, Returned
 from ._snapshot import Snapshot
 
@@ -57,6 +58,12 @@ class Tree(Frame, frozen=True, tag="tree"):
     """The snapshot (encoded) of what is supervised inside the child."""
 
     snapshot: bytes
+
+
+class Reported(Frame, frozen=True, tag="event"):
+    """What a supervisor inside the child reports."""
+
+    event: Event
 
 
 class Generation(Frame, frozen=True, tag="generation"):
@@ -149,7 +156,7 @@ class Told(Frame, frozen=True, tag="told"):
 
 
 AnyFrame: TypeAlias = (
-    Boot | Phase | Started | Beat | Bye | Tree | Generation | Launch | Stop
+    Boot | Phase | Started | Beat | Bye | Tree | Reported | Generation | Launch | Stop
     | Call | Reply | Cancel | Cast | Taken | Watch | Unwatch | Told
 )  # fmt: skip
 
@@ -259,6 +266,10 @@ def portable(reason: ExitReason) -> ExitReason:
         case Raised(_) | _:
             pass
     return reason
+
+
+def portable_event(event: Event) -> Event:
+    return event if event.reason is None else dataclasses.replace(event, reason=portable(event.reason))
 
 
 class Parcel:

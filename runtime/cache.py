@@ -78,12 +78,23 @@ def _build(entry: Path, made_from: dict[str, Any], build: Callable[[Path], dict[
         sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
         manifest = {"made_from": made_from, "files": sizes, **notes}
         (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        for path in [*files, folder / _MANIFEST]:
+            _to_disk(path)
         if entry.exists():
             # Not made from the same, or damaged. A server that has it open keeps its mapping of the files.
             entry.rename(_temporary(entry))
         folder.rename(entry)
     finally:
         _sweep(entry)
+
+
+def _to_disk(path: Path) -> None:
+    """A power cut after the rename must not leave an entry that only looks whole."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _temporary(entry: Path) -> Path:

@@ -83,8 +83,10 @@ class Console:
         self.close()
         self._starting = False
         self._say(f"{self._config.model.name} is ready at {url} after {self._now():.1f} s{_size_of(tree)}")
-        width = max((len(path) for path in self._actors), default=0)
-        for path, actor in self._actors.items():
+        # Supervisors, and actors that were up at once, have no phases to tell.
+        told = {path: actor for path, actor in self._actors.items() if actor.phases}
+        width = max(map(len, told), default=0)
+        for path, actor in told.items():
             times = ", ".join(f"{phase.name} {(phase.ended or 0) - phase.began:.1f} s" for phase in actor.phases)
             total = (self._now() if actor.ended is None else actor.ended) - actor.began
             self._say(f"  {path:<{width}}  {total:5.1f} s  {times}".rstrip())
@@ -109,11 +111,13 @@ class Console:
 
     def _show(self, event: actors.Event) -> None:
         now = self._now()
+        if event.kind in ("stopping", "supervisor_ended"):
+            return
         actor = self._actors.get(event.path)
         if actor is None or event.kind == "starting":
             actor = self._actors[event.path] = _Actor(now)
         match event.kind:
-            case "progress" if event.progress is not None:
+            case "progress" if event.progress is not None and event.progress.phase:
                 actor.progress = event.progress
                 if not actor.phases or actor.phases[-1].name != event.progress.phase:
                     actor.enter(event.progress.phase, now)
@@ -128,7 +132,8 @@ class Console:
             case "failed_start" | "exited" | "stuck":
                 actor.leave(now)
                 actor.state, actor.ended = "ended", now
-                self._tell(now, event.path, _first_line(str(event.reason or event.text)))
+                if not _follows(event.reason):
+                    self._tell(now, event.path, _first_line(str(event.reason or event.text)))
 
     def _tell(self, now: float, path: str, words: str) -> None:
         if self._live is None:
@@ -150,6 +155,8 @@ class Console:
         now = self._now()
         table = Table.grid(padding=(0, 1))
         for path, actor in list(self._actors.items()):  # rich calls this from a thread of its own
+            if not actor.phases:
+                continue
             colour = {"started": "green", "ended": "red"}.get(actor.state, "yellow")
             seconds = (now if actor.ended is None else actor.ended) - actor.began
             words = _progress(actor.progress) if actor.state == "starting" else actor.state
@@ -158,7 +165,9 @@ class Console:
                 bar = ProgressBar(total=actor.progress.total, completed=actor.progress.done, width=12)
             what = Text(words, no_wrap=True, overflow="ellipsis")
             table.add_row(Text("●", colour), Text(path), Text(f"{seconds:.1f} s", justify="right"), what, bar)
-        table.add_row("", Text(f"starting {self._config.model.name}", "dim"), Text(f"{now:.1f} s"), "", "")
+        table.add_row(
+            "", Text("all", "dim"), Text(f"{now:.1f} s", justify="right"), Text(self._config.model.name, "dim")
+        )
         return table
 
 
@@ -171,6 +180,16 @@ def _open_live(console: Console) -> "Live":
     live = Live(console=terminal, get_renderable=console.table, refresh_per_second=8, transient=True)
     live.start()
     return live
+
+
+def _follows(reason: actors.ExitReason | None) -> bool:
+    """Whether an end is only the consequence of another one: a stop, or a supervisor that passes on a failed start."""
+    match reason:
+        case actors.Stopped():
+            return True
+        case actors.Raised(error=error):
+            return error.type.endswith(".ActorStartError")
+    return False
 
 
 def _progress(progress: actors.Progress) -> str:
@@ -208,7 +227,7 @@ def _first_line(text: str) -> str:
 # ---------------------------------------------------------------------------------------------- failures
 
 
-def failure_block(fault: actors.ActorStartError | actors.RestartLimitExceeded, last_words: str = "") -> str:
+def failure_block(fault: actors.ActorError, last_words: str = "") -> str:
     """Why the server ends, in one block: which actor, in which phase, the cause, its traceback, its last lines.
 
     ``last_words`` is what the actor wrote to its standard error, where the error doesn't know it itself.
@@ -216,13 +235,15 @@ def failure_block(fault: actors.ActorStartError | actors.RestartLimitExceeded, l
     if isinstance(fault, actors.ActorStartError):
         head = "the start failed"
         facts = [("actor", fault.path), ("phase", _progress(fault.progress) if fault.progress.phase else fault.phase)]
-        reasons = [(fault.path, fault.reason)]
+        reasons: list[tuple[str, actors.ExitReason]] = [(fault.path, fault.reason)]
         last_words = "\n".join(fault.stderr_tail) or last_words
-    else:
+    elif isinstance(fault, actors.RestartLimitExceeded):
         head = f"supervisor {fault.path or 'root'!r} gave up: {fault.why}"
         reasons = list(fault.causes)
         facts = [("actor", reasons[-1][0])] if reasons else []
         facts += [("before", f"{path} {_first_line(str(reason))}") for path, reason in reasons[:-1]]
+    else:
+        return f"runtime: {fault}\n"
     lines = [f"runtime: {head}", ""]
     facts += [("cause", str(reason)) for _, reason in reasons[-1:]]
     for name, words in facts:

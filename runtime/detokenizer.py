@@ -7,7 +7,6 @@ request needs to begin, the output of earlier attempts included, which is replay
 from functools import partial
 
 import anyio
-import numpy as np
 
 import actors
 
@@ -15,7 +14,7 @@ from .config import Config
 from .detokenize import TextStream
 from .handshakes import DetokenizerUp, FrontendUp
 from .mailbox import DataPlane, Outbox
-from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow
+from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow, ids
 from .peers import MODEL, Peers, value, wait_up
 from .sources import ModelFiles
 from .tokenizer import Tokenizer
@@ -29,10 +28,10 @@ class _Live:
 
     def __init__(self, opened: Opened, tokenizer: Tokenizer) -> None:
         self.opened, self.attempt, self.told = opened, opened.attempt, False
-        replay = np.frombuffer(opened.output, "<i4").tolist()
+        replay = ids(opened.output)
         self.stream = TextStream(
             tokenizer,
-            prompt_tail=np.frombuffer(opened.prompt_tail, "<i4").tolist(),
+            prompt_tail=ids(opened.prompt_tail),
             stop=opened.stop,
             include_stop=opened.include_stop,
             skip_special_tokens=opened.skip_special_tokens,

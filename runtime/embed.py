@@ -78,7 +78,7 @@ class Runtime:
         return whole
 
 
-async def to_ids(service: Frontend, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> Sequence[int]:
+async def to_ids(service: Frontend, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
     """Token ids of a text, of chat messages, or of what are ids already."""
     if isinstance(prompt, str):
         return await service.tokenizer.encode(prompt)

@@ -20,7 +20,7 @@ from .messages import SamplingParams, StepText
 from .peers import DETOKENIZER, METRICS, Peers, value, walk
 from .report import Histogram, Report
 from .requests import Request, RequestTable
-from .service import Delta, ModelInfo, Sink, Unavailable
+from .service import Delta, ModelInfo, Sink, TokenizerClient, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
 REPORT_PERIOD_S = 0.1
@@ -63,7 +63,7 @@ class Frontend:
 
     async def status(self) -> dict[str, Any]:
         tree = await self._ctx.snapshot()
-        actors_ = [actor for actor in walk(tree) if not actor.children]
+        actors_ = [actor for actor in walk(tree) if actor.kind != "supervisor"]
         if self.draining:
             state = "draining"
         elif self.ready():

@@ -61,6 +61,8 @@ def model_config(source: GgufFile) -> dict[str, Any]:
     """The config.json of the model. Raises GgufError for architectures that are not supported, or missing values."""
     metadata = source.metadata
     arch = metadata.get("general.architecture")
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise GgufError(f"it is one of {parts} parts: join them into one file first (llama.cpp's gguf-split --merge)")
     if arch not in _ARCHITECTURES:
         raise GgufError(f"its architecture {arch!r} is not supported; supported: {', '.join(_ARCHITECTURES)}")
 

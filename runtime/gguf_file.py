@@ -5,6 +5,7 @@ with an IndexError from its depths.
 """
 
 import contextlib
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -74,17 +75,18 @@ class GgufFile:
                 key = self._string()
                 self.metadata[key] = self._value(self._scalar("<I"))
             headers = [self._tensor_header() for _ in range(tensors)]
-        except (struct.error, UnicodeDecodeError):
+        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError):
             raise GgufError("its header is cut off or damaged") from None
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise GgufError(f"its alignment {alignment!r} makes no sense")
         start = -(-self._at // alignment) * alignment
         self.tensors: dict[str, GgufTensor] = {}
         for name, shape, type_, offset in headers:
             block, block_bytes = GGML_QUANT_SIZES[type_]
-            elements = 1
-            for size in shape:
-                elements *= size
-            tensor = GgufTensor(name, shape, type_, start + offset, elements // block * block_bytes)
+            if not shape or 0 in shape or shape[-1] % block:
+                raise GgufError(f"tensor {name!r} has the shape {shape}, which {type_.name} can't have")
+            tensor = GgufTensor(name, shape, type_, start + offset, math.prod(shape) // block * block_bytes)
             if tensor.offset + tensor.size_bytes > len(self.data):
                 raise GgufError(
                     f"it is cut off: tensor {name!r} ends at byte {tensor.offset + tensor.size_bytes:_}, "

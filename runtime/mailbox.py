@@ -15,7 +15,6 @@ give the loop a turn at least every ``DRAIN`` messages. ZeroMQ carries data only
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
@@ -177,8 +176,7 @@ class SocketOutbox:
         return True
 
     def close(self) -> None:
-        with suppress(zmq.ZMQError):
-            self.socket.close()
+        self.socket.close()
 
 
 class DataPlane:
@@ -187,6 +185,7 @@ class DataPlane:
     def __init__(self) -> None:
         self.local = LocalMailboxes()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._outboxes: list[SocketOutbox] = []
 
     @property
     def context(self) -> "zmq.Context[zmq.Socket[bytes]]":
@@ -202,9 +201,13 @@ class DataPlane:
     def connect(self, address: str) -> Outbox:
         if address.startswith("local:"):
             return self.local.connect(address)
-        return SocketOutbox(self.context, address)
+        self._outboxes = [outbox for outbox in self._outboxes if not outbox.socket.closed]
+        self._outboxes.append(SocketOutbox(self.context, address))
+        return self._outboxes[-1]
 
     def close(self) -> None:
+        for outbox in self._outboxes:
+            outbox.close()
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None

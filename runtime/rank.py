@@ -57,7 +57,9 @@ class Rank:
 
     def run(self) -> None:
         self.ctx.watch(MODEL)
-        self.phase("import")
+        self.phase("import torch")
+        import torch  # noqa: F401  it takes longest: while the model's files are on their way
+
         from .engine.build import build
 
         self.phase("wait for the model files")

@@ -79,6 +79,17 @@ def test_a_terminal_gets_a_live_picture() -> None:
     assert screen.getvalue().splitlines()[-2].startswith("SmolLM2-135M-Instruct is ready at http://[::1]:80")
 
 
+def test_what_only_follows_from_a_failure_is_not_told() -> None:
+    stream = io.StringIO()
+    console = Console(load_config(), time.monotonic(), stream)
+    passed_on = Raised(RemoteErrorData("actors._errors.ActorStartError", "actor 'a/b' did not start"))
+    console.event(Event("failed_start", "a/b", 1, 42, Raised(ERROR)))
+    console.event(Event("exited", "a", reason=passed_on))
+    console.event(Event("exited", "c", 1, 43, actors.Stopped("root")))
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith("a/b: raised runtime.models.config.ModelError: x is cut off")
+
+
 def test_deaths_after_the_start_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     stream = io.StringIO()
     console = Console(load_config(), time.monotonic(), stream)

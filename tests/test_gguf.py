@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from ggufkit import F32, HEAD_DIM, as_bfloat16, permuted, random_model, write_gguf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from textkit import model_folder
 
@@ -148,10 +150,26 @@ def test_damaged_files(tmp_path: Path, spoil: Callable[[Path], Any], words: str)
         GgufFile(path)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(4, 1500), new=st.binary(min_size=1, max_size=8), size=st.integers(0, 30_000) | st.none())
+def test_no_damage_is_more_than_an_error(tmp_path: Path, at: int, new: bytes, size: int | None) -> None:
+    path = tmp_path / "m.gguf"
+    if not path.exists():
+        write_gguf(path, random_model("llama"))
+    content = bytearray(path.read_bytes())
+    content[at : at + len(new)] = new
+    (tmp_path / "damaged.gguf").write_bytes(content[:size])
+    try:
+        GgufFile(tmp_path / "damaged.gguf").close()
+    except GgufError as error:
+        assert str(error)
+
+
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
         ({"llama.block_count": None}, r"llama\.block_count is missing"),
+        ({"split.count": 3}, "one of 3 parts"),
         ({"llama.rope.scaling.type": "yarn"}, "'yarn' is not supported"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer"),
         ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported"),

@@ -68,8 +68,8 @@ class PagedKV:
 
     def __init__(self, config: ModelConfig, num_pages: int, page_tokens: int, dtype: torch.dtype) -> None:
         shape = (num_pages + 1, page_tokens, config.kv_heads, config.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        self.keys = [_untouched(shape, dtype) for _ in range(config.layers)]
+        self.values = [_untouched(shape, dtype) for _ in range(config.layers)]
         self.zero_place = num_pages * page_tokens
 
     @staticmethod
@@ -158,3 +158,9 @@ class TorchModel:
 
     def close(self) -> None:
         del self.decoder, self.kv
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory until they are written (``torch.zeros`` writes them)."""
+    bytes_ = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(bytes_).view(dtype).view(shape)

@@ -19,7 +19,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 def start(server: Server) -> list[StreamReply]:
     options = {"include_usage": True}
-    return [server.stream(r["prompt"], stream_options=options, **{**r, "prompt": r["prompt"]}) for r in REQUESTS]
+    return [server.stream(stream_options=options, **request) for request in REQUESTS]
 
 
 def outcome(stream: StreamReply) -> Any:

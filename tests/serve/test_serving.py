@@ -84,7 +84,7 @@ def test_a_common_prefix_is_computed_once(server: Server) -> None:
 def test_a_client_that_hangs_up_frees_its_place(server: Server) -> None:
     stream = server.stream(STORY, max_tokens=4000, ignore_eos=True)
     stream.wait_events(2)
-    assert server.metric("runtime_requests_running") == 1
+    server.wait_metric("runtime_requests_running", 1)
     stream.hang_up()
     server.wait_metric("runtime_requests_running", 0)
     server.wait_metric("runtime_kv_pages", 0, state="used")
