@@ -71,7 +71,7 @@ class Call:
         if self.front.draining:
             raise not_ready("The server is shutting down.")
         if not self.front.service.ready():
-            raise not_ready("The server is not ready yet; GET /ready tells how far it is.")
+            raise not_ready("The server takes no requests at present; GET /ready tells why.")
 
     async def body(self) -> bytes:
         """The request's body. Raises ApiError if it is too large or does not come."""

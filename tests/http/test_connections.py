@@ -312,6 +312,13 @@ class TestSlowReaders:
             with pytest.raises(ConnectionResetError):
                 sock.answer()
 
+    def test_a_failed_choice_ends_the_others_even_if_nobody_reads(self, start: Start) -> None:
+        server = start(ScriptedService(context_tokens=10**6))
+        with server.connect(receive_buffer=4096) as sock:
+            sock.send(request("/v1/completions", LARGE | {"prompt": ["x" * 400_000, "[[hang]]", "[[fail:20]]"]}))
+            server.wait_until(lambda: bool(server.front.jobs) and not server.service.live)
+            assert server.front.exchanges and server.service.aborted == 2
+
     def test_one_that_stalls_and_leaves_frees_everything(self, start: Start) -> None:
         server = start(ScriptedService(context_tokens=10**6))
         with server.connect(receive_buffer=4096) as sock:
