@@ -91,7 +91,7 @@ def specs(
     limits: dict[str, Any] = {"intensity": s.intensity, "period": s.period_s}
     # Those who wait for others are bounded by the others' limits.
     waiting = {**common, "start_timeout": s.start_timeout_max_s}
-    beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s}
+    beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s or None}
     process = peers.detokenizer_is_process
     tree: list[actors.Spec] = [
         actors.ChildSpec(METRICS, metrics, overflow="drop-oldest", **common),
