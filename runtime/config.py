@@ -83,6 +83,16 @@ class SupervisionSection(Struct, frozen=True, forbid_unknown_fields=True):
     debug_faults: Annotated[bool, _doc("offer the endpoints that provoke faults; for tests only")] = False
     placement: Annotated[Placement, _doc("where actors run")] = Placement()
 
+    @property
+    def say_s(self) -> float:
+        """How often who waits for others says so: each word extends its start deadline."""
+        return self.start_timeout_s / 4
+
+    @property
+    def beat_s(self) -> float:
+        """How often who has nothing to do says that it lives."""
+        return max(self.hang_timeout_s / 4, 0.1) if self.hang_timeout_s else 3600.0
+
 
 class LogSection(Struct, frozen=True, forbid_unknown_fields=True):
     level: Annotated[Literal["debug", "info", "warning", "error"], _doc("least severe level that is written")] = "info"

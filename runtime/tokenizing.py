@@ -12,6 +12,7 @@ import anyio
 import actors
 
 from .config import Config
+from .faults import Door, open_door
 from .peers import MODEL, wait_up
 from .service import BadRequest, Unavailable
 from .sources import ModelFiles
@@ -29,13 +30,19 @@ def open_tokenizer(files: ModelFiles, config: Config) -> Tokenizer:
 
 async def tokenizer(ctx: actors.Context, config: Config) -> None:
     """The actor. Calls: ``encode``, ``encode_chat`` (ids, or a sentence that says why not), ``decode`` (text)."""
-    ctx.progress("wait for the model files")
-    files = await wait_up(ctx, MODEL, ModelFiles)
+    async with open_door(ctx, config) as door:
+        await _serve(ctx, config, door)
+
+
+async def _serve(ctx: actors.Context, config: Config, door: Door) -> None:
+    files = await wait_up(ctx, MODEL, ModelFiles, "wait for the model files", config.supervision.say_s)
     ctx.progress("load the tokenizer")
     words = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
     threads = anyio.CapacityLimiter(THREADS)
 
     async def work(size: int, function: Any) -> Any:
+        if door.stuck:
+            await anyio.sleep_forever()
         if size <= INLINE_CHARS:
             return function()
         return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=threads)
@@ -73,7 +80,7 @@ def tokenizer_spec(config: Config) -> actors.ChildSpec:
         "tokenizer",
         tokenizer,
         args=(config,),
-        start_timeout=supervision.start_timeout_max_s,  # it waits for the model's files: they have a limit
+        start_timeout=supervision.start_timeout_s,
         start_timeout_max=supervision.start_timeout_max_s,
         stop_timeout=supervision.stop_timeout_s,
     )

@@ -29,6 +29,7 @@ import actors
 
 from .config import Config
 from .detokenizer import detokenizer
+from .faults import FAULTS, faults
 from .fetch import model
 from .frontend import Frontend, open_frontend
 from .mailbox import DataPlane
@@ -89,12 +90,10 @@ def specs(
         "stop_timeout": s.stop_timeout_s,
     }
     limits: dict[str, Any] = {"intensity": s.intensity, "period": s.period_s}
-    # Those who wait for others are bounded by the others' limits.
-    waiting = {**common, "start_timeout": s.start_timeout_max_s}
-    beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s or None}
+    beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s or None}  # of processes: a task can't be killed
     process = peers.detokenizer_is_process
     tree: list[actors.Spec] = [
-        actors.ChildSpec(METRICS, metrics, overflow="drop-oldest", **common),
+        actors.ChildSpec(METRICS, metrics, args=(config,), overflow="drop-oldest", **common),
         actors.ChildSpec(MODEL, model, args=(config,), **common),
         actors.SupervisorSpec(
             "replica0",
@@ -119,9 +118,11 @@ def specs(
             args=(config, peers) if process else (config, peers, plane),
             where="process" if process else "task",
             title="runtime: detokenizer" if process else None,
-            **waiting,
+            **{**common, **(beats if process else {})},
         ),
     ]
+    if s.debug_faults:
+        tree.append(actors.ChildSpec(FAULTS, faults, args=(peers,), **common))
     if listener is not None:
         in_process = config.supervision.placement.frontend == "process"
         tree.append(
@@ -136,7 +137,7 @@ def specs(
                         pass_fds=(listener.fileno(),) if in_process else (),
                         drain=True,
                         title=f"runtime: {path}" if in_process else None,
-                        **{**waiting, "stop_timeout": None},
+                        **{**common, **(beats if in_process else {}), "stop_timeout": None},
                     )
                     for path in peers.frontends
                     if path != CLIENT
@@ -147,7 +148,7 @@ def specs(
         )
     if CLIENT in peers.frontends:
         arguments = (config, peers, plane, give)
-        tree.append(actors.ChildSpec(CLIENT, client, args=arguments, drain=True, **{**waiting, "stop_timeout": None}))
+        tree.append(actors.ChildSpec(CLIENT, client, args=arguments, drain=True, **{**common, "stop_timeout": None}))
     return tree
 
 

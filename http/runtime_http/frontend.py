@@ -41,7 +41,6 @@ async def frontend(
                 await front.wait_ready()
                 ctx.started(front.up)
 
-            ctx.progress("wait for the engine")
             nursery.start_soon(say_started)
             await serve(front, [listener], shutdown_trigger=drained)
             nursery.cancel_scope.cancel()
