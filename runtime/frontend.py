@@ -32,7 +32,7 @@ class Frontend:
 
     def __init__(self, ctx: actors.Context, config: Config, origin: str) -> None:
         self.config = config
-        self._tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer")
+        self._tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer", config.supervision.hang_timeout_s)
         self.tokenizer: TokenizerClient = self._tokenizer
         self.up = FrontendUp(origin)
         self.draining = False
@@ -140,6 +140,11 @@ class Frontend:
 
     # --- hearing
 
+    def helped_by(self, helpers: actors.Supervisor) -> None:
+        """``helpers`` has the tokenizer."""
+        path = self._tokenizer.path
+        self._tokenizer.restart = lambda: helpers.ref(path).restart()
+
     async def listen(self, mailbox: LocalMailbox[StepText] | SocketMailbox[StepText]) -> None:
         while True:
             if self._was_ready.is_set():
@@ -228,9 +233,10 @@ async def open_frontend(
         front = Frontend(ctx, config, mailbox.address)
         async with (
             open_door(ctx, config),
-            ctx.open_supervisor([tokenizer_spec(config)], wait_started=False),
+            ctx.open_supervisor([tokenizer_spec(config)], wait_started=False) as helpers,
             anyio.create_task_group() as tasks,
         ):
+            front.helped_by(helpers)
             tasks.start_soon(front.listen, mailbox)
             tasks.start_soon(front.watch_scheduler, peers.schedulers[0], plane)
             tasks.start_soon(front.watch_detokenizer)

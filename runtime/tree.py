@@ -90,6 +90,8 @@ def specs(
         "stop_timeout": s.stop_timeout_s,
     }
     limits: dict[str, Any] = {"intensity": s.intensity, "period": s.period_s}
+    # Streams wait for those who come back: no pause before the first restart that anybody would notice.
+    common["backoff"] = actors.Backoff(min=0.05, max=5.0)
     beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s or None}  # of processes: a task can't be killed
     process = peers.detokenizer_is_process
     tree: list[actors.Spec] = [

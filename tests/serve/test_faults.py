@@ -9,7 +9,7 @@ from servekit import Server
 
 SCHEDULER = "replica0/scheduler0"
 STORY = "Once upon a time there was a small town by the sea, and in it"
-FAULTS = ("supervision.debug_faults=true", "supervision.hang_timeout_s=2")
+FAULTS = ("supervision.debug_faults=true", "supervision.hang_timeout_s=2", "supervision.intensity=1000")
 SAFE = {"ignore_eos": True}
 
 
@@ -84,6 +84,13 @@ def test_a_fault_of_an_actor_is_its_death(doors: Server, expected: str, actor: s
     provoke(doors, actor, "raise")
     assert stream.wait_end().text == expected
     doors.wait_metric("runtime_actor_restarts_total", before + 1, actor=actor)
+
+
+def test_a_stuck_tokenizer_is_replaced(doors: Server, expected: str) -> None:
+    provoke(doors, "http/frontend0/tokenizer", "stuck")
+    assert doors.complete(STORY, max_tokens=40)["choices"][0]["text"] == expected
+    assert "gave no answer for 2 s" in doors.log
+    assert doors.actors()["http/frontend0/tokenizer"]["state"] == "running"
 
 
 def test_poison_fails_alone(doors: Server, expected: str) -> None:
