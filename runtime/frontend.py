@@ -88,6 +88,8 @@ class Frontend:
                     },
                     "generation": actor.generation,
                     "pid": actor.pid if actor.kind == "process" else None,
+                    "restarts": actor.restarts,
+                    "last_exit": actor.last_exit,
                 }
                 for actor in actors_
             ],
