@@ -4,6 +4,7 @@ It holds one ``TextStream`` per live request, and nothing that could not be made
 request needs to begin, the output of earlier attempts included, which is replayed silently.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import anyio
@@ -12,6 +13,7 @@ import actors
 
 from .config import Config
 from .detokenize import TextStream
+from .faults import Door, open_door
 from .handshakes import DetokenizerUp, FrontendUp
 from .mailbox import DataPlane, Outbox
 from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow, ids
@@ -129,12 +131,16 @@ class Detokenization:
 
 async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: DataPlane | None = None) -> None:
     """The actor, as a task (``plane``: its process's) or as a process of its own. Started value: ``DetokenizerUp``."""
-    ctx.progress("wait for the model files")
-    files = await wait_up(ctx, MODEL, ModelFiles)
-    ctx.progress("load the tokenizer")
-    tokenizer = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
-    texts = Detokenization(tokenizer)
-    plane = plane or DataPlane()
+    async with open_door(ctx, config) as door:
+        files = await wait_up(ctx, MODEL, ModelFiles, "wait for the model files", config.supervision.say_s)
+        ctx.progress("load the tokenizer")
+        tokenizer = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
+        await _serve(ctx, config, peers, plane or DataPlane(), Detokenization(tokenizer), door)
+
+
+async def _serve(
+    ctx: actors.Context, config: Config, peers: Peers, plane: DataPlane, texts: Detokenization, door: Door
+) -> None:
     outboxes: dict[str, Outbox] = {}
 
     async def watch_scheduler(path: str) -> None:
@@ -160,9 +166,14 @@ async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: 
                 tasks.start_soon(watch_frontend, path)
             ctx.started(DetokenizerUp(mailbox.address))
             while True:
-                for message in await mailbox.receive():
+                ctx.beat()
+                messages: Sequence[StepTokens] = ()
+                with anyio.move_on_after(config.supervision.beat_s):
+                    messages = await mailbox.receive()
+                if door.stuck:
+                    await anyio.sleep_forever()
+                for message in messages:
                     for origin, text in texts.step(message).items():
                         if origin not in outboxes:
                             outboxes[origin] = plane.connect(origin)
                         outboxes[origin].send_nowait(text)
-                ctx.beat()

@@ -13,6 +13,7 @@ import anyio
 import actors
 
 from .config import Config
+from .faults import FAULTS, open_door
 from .handshakes import FrontendUp, SchedulerUp
 from .limits import check_options, checked
 from .mailbox import DataPlane, LocalMailbox, Outbox, SocketMailbox
@@ -20,7 +21,7 @@ from .messages import SamplingParams, StepText
 from .peers import DETOKENIZER, METRICS, Peers, value, walk
 from .report import Histogram, Report
 from .requests import Request, RequestTable
-from .service import Delta, ModelInfo, Sink, TokenizerClient, Unavailable
+from .service import BadRequest, Delta, ModelInfo, Sink, TokenizerClient, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
 REPORT_PERIOD_S = 0.1
@@ -31,7 +32,7 @@ class Frontend:
 
     def __init__(self, ctx: actors.Context, config: Config, origin: str) -> None:
         self.config = config
-        self._tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer")
+        self._tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer", config.supervision.hang_timeout_s)
         self.tokenizer: TokenizerClient = self._tokenizer
         self.up = FrontendUp(origin)
         self.draining = False
@@ -58,8 +59,11 @@ class Frontend:
         return self._scheduler_up and self._detokenizer_up and self._tokenizer.up and not self.draining
 
     async def wait_ready(self) -> None:
-        """Until everything behind this frontend was up once."""
-        await self._was_ready.wait()
+        """Until everything behind this frontend was up once; says now and then that it waits."""
+        while not self._was_ready.is_set():
+            self._ctx.progress("wait for the engine")
+            with anyio.move_on_after(self.config.supervision.say_s):
+                await self._was_ready.wait()
 
     async def status(self) -> dict[str, Any]:
         tree = await self._ctx.snapshot()
@@ -84,6 +88,8 @@ class Frontend:
                     },
                     "generation": actor.generation,
                     "pid": actor.pid if actor.kind == "process" else None,
+                    "restarts": actor.restarts,
+                    "last_exit": actor.last_exit,
                 }
                 for actor in actors_
             ],
@@ -92,6 +98,11 @@ class Frontend:
     async def metrics(self) -> bytes:
         text: bytes = await self._ctx.call(METRICS, "render", None, timeout=5.0)
         return text
+
+    async def fault(self, wanted: dict[str, Any]) -> None:
+        """Provoke a fault (``faults.Fault``). Raises BadRequest with a sentence that says why not."""
+        if refusal := await self._ctx.call(FAULTS, "fault", wanted, timeout=10):
+            raise BadRequest(refusal)
 
     async def flush_cache(self) -> None:
         self._table.flush()
@@ -131,10 +142,18 @@ class Frontend:
 
     # --- hearing
 
+    def helped_by(self, helpers: actors.Supervisor) -> None:
+        """``helpers`` has the tokenizer."""
+        path = self._tokenizer.path
+        self._tokenizer.restart = lambda: helpers.ref(path).restart()
+
     async def listen(self, mailbox: LocalMailbox[StepText] | SocketMailbox[StepText]) -> None:
         while True:
-            for message in await mailbox.receive():
-                self._table.take(message)
+            if self._was_ready.is_set():
+                self._ctx.beat()
+            with anyio.move_on_after(self.config.supervision.beat_s):
+                for message in await mailbox.receive():
+                    self._table.take(message)
 
     async def watch_scheduler(self, path: str, plane: DataPlane) -> None:
         async for notice in self._ctx.watch(path):
@@ -215,9 +234,11 @@ async def open_frontend(
     with plane.bind(StepText, local=local) as mailbox:
         front = Frontend(ctx, config, mailbox.address)
         async with (
-            ctx.open_supervisor([tokenizer_spec(config)], wait_started=False),
+            open_door(ctx, config),
+            ctx.open_supervisor([tokenizer_spec(config)], wait_started=False) as helpers,
             anyio.create_task_group() as tasks,
         ):
+            front.helped_by(helpers)
             tasks.start_soon(front.listen, mailbox)
             tasks.start_soon(front.watch_scheduler, peers.schedulers[0], plane)
             tasks.start_soon(front.watch_detokenizer)

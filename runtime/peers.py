@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import anyio
 import msgspec
 
 import actors
@@ -27,12 +28,15 @@ def value(given: Any, kind: type[T]) -> T:
     return given if isinstance(given, kind) else msgspec.convert(given, kind)
 
 
-async def wait_up(ctx: actors.Context, path: str, kind: type[T]) -> T:
-    """The handshake value of the actor at ``path``, as soon as it is up."""
-    async for notice in ctx.watch(path):
-        if isinstance(notice, actors.Up):
-            return value(notice.value, kind)
-    raise RuntimeError(f"{path} left the tree before it was up")
+async def wait_up(ctx: actors.Context, path: str, kind: type[T], say: str, every_s: float) -> T:
+    """The handshake value of the actor at ``path``, as soon as it is up; says now and then that it waits."""
+    notices = ctx.watch(path)
+    while True:
+        ctx.progress(say)
+        with anyio.move_on_after(every_s):
+            notice = await anext(notices)
+            if isinstance(notice, actors.Up):
+                return value(notice.value, kind)
 
 
 def walk(tree: actors.Snapshot) -> Iterator[actors.Snapshot]:

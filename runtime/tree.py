@@ -15,6 +15,7 @@ All start at once: who needs another asks for it by path, and waits. A frontend 
 says that it is started when everything behind it is up: so the tree is ready when all of it has started.
 """
 
+import math
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -29,6 +30,7 @@ import actors
 
 from .config import Config
 from .detokenizer import detokenizer
+from .faults import FAULTS, faults
 from .fetch import model
 from .frontend import Frontend, open_frontend
 from .mailbox import DataPlane
@@ -37,6 +39,8 @@ from .peers import DETOKENIZER, METRICS, MODEL, Peers
 
 CLIENT = "client"
 HTTP = "http"
+# What a restart can't mend: the model's files, or what the configuration says of them.
+HOPELESS = ("ModelError", "SourceError", "TokenizerError", "TemplateError")
 # Leaving the block cuts what runs; this is for its error events to get out.
 EXIT_GRACE_S = 0.25
 
@@ -51,7 +55,17 @@ async def client(
         await front.wait_ready()
         ctx.started(front.up)
         await ctx.draining.wait()
-        await front.drain()
+        if ctx.deadline is not None and math.isfinite(ctx.deadline):  # else the tree gave up: nothing to wait for
+            await front.drain()
+
+
+def hopeless(reason: actors.ExitReason) -> bool:
+    return isinstance(reason, actors.Raised) and any(reason.error.matches(name) for name in HOPELESS)
+
+
+def final(reason: actors.ExitReason) -> bool:
+    """A supervisor that gave up has tried; to start it anew would be to begin the tries anew."""
+    return True
 
 
 class Tree:
@@ -88,13 +102,13 @@ def specs(
         "start_timeout_max": s.start_timeout_max_s,
         "stop_timeout": s.stop_timeout_s,
     }
-    limits: dict[str, Any] = {"intensity": s.intensity, "period": s.period_s}
-    # Those who wait for others are bounded by the others' limits.
-    waiting = {**common, "start_timeout": s.start_timeout_max_s}
-    beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s}
+    limits: dict[str, Any] = {"intensity": s.intensity, "period": s.period_s, "give_up_on": final}
+    # Streams wait for those who come back: no pause before the first restart that anybody would notice.
+    common |= {"backoff": actors.Backoff(min=0.05, max=5.0), "give_up_on": hopeless}
+    beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s or None}  # of processes: a task can't be killed
     process = peers.detokenizer_is_process
     tree: list[actors.Spec] = [
-        actors.ChildSpec(METRICS, metrics, overflow="drop-oldest", **common),
+        actors.ChildSpec(METRICS, metrics, args=(config,), overflow="drop-oldest", **common),
         actors.ChildSpec(MODEL, model, args=(config,), **common),
         actors.SupervisorSpec(
             "replica0",
@@ -119,9 +133,11 @@ def specs(
             args=(config, peers) if process else (config, peers, plane),
             where="process" if process else "task",
             title="runtime: detokenizer" if process else None,
-            **waiting,
+            **{**common, **(beats if process else {})},
         ),
     ]
+    if s.debug_faults:
+        tree.append(actors.ChildSpec(FAULTS, faults, args=(peers,), **common))
     if listener is not None:
         in_process = config.supervision.placement.frontend == "process"
         tree.append(
@@ -136,7 +152,7 @@ def specs(
                         pass_fds=(listener.fileno(),) if in_process else (),
                         drain=True,
                         title=f"runtime: {path}" if in_process else None,
-                        **{**waiting, "stop_timeout": None},
+                        **{**common, **(beats if in_process else {}), "stop_timeout": None},
                     )
                     for path in peers.frontends
                     if path != CLIENT
@@ -147,7 +163,7 @@ def specs(
         )
     if CLIENT in peers.frontends:
         arguments = (config, peers, plane, give)
-        tree.append(actors.ChildSpec(CLIENT, client, args=arguments, drain=True, **{**waiting, "stop_timeout": None}))
+        tree.append(actors.ChildSpec(CLIENT, client, args=arguments, drain=True, **{**common, "stop_timeout": None}))
     return tree
 
 
