@@ -128,17 +128,11 @@ def sample(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32, ke
     values, tokens = kernels.best(edited)
     random = np.flatnonzero((slots.temperature[rows] > 0) & ~np.isnan(values)).astype(np.int32)
     if random.size:
-        slot = rows[random]
-        temperature, filtered = slots.temperature[slot], slots.filters[slot]
-        first, second = row_keys(slots.seed[slot], positions[random])
-        free = ~filtered
-        if free.any():
-            tokens[random[free]] = kernels.draw(edited, random[free], temperature[free], first[free], second[free])
-        if filtered.any():
-            near, ids = _filter(edited, slots, slot[filtered], random[filtered], temperature[filtered], kernels)
-            noise = gumbel(first[filtered], second[filtered], torch.from_numpy(ids)).numpy()
-            best = (near + noise).argmax(axis=1)
-            tokens[random[filtered]] = ids[np.arange(len(ids)), best]
+        filtered = slots.filters[rows[random]]
+        for which, draw in ((random[~filtered], _draw), (random[filtered], _draw_filtered)):
+            if which.size:
+                first, second = row_keys(slots.seed[rows[which]], positions[which])
+                tokens[which] = draw(edited, slots, rows[which], which, first, second, kernels)
     tokens[np.isnan(values)] = NOT_FINITE
     return Sampled(tokens, _logprobs(logits, tokens, slots.logprobs[rows], kernels))
 
@@ -152,7 +146,7 @@ def _edit(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> 
         return logits
     logits = logits.clone()
     if penalized.size:
-        logits[penalized] = _penalize(logits[penalized], slots, rows[penalized], positions[penalized])
+        _penalize(logits, slots, penalized, rows[penalized], positions[penalized])
     for i in biased:
         bias = slots.bias[rows[i]] or {}
         ids = torch.tensor([token for token in bias if 0 <= token < logits.shape[1]], dtype=torch.int64)
@@ -162,44 +156,51 @@ def _edit(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> 
     return logits
 
 
-def _penalize(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> torch.Tensor:
-    n, vocab = logits.shape
-    longest = int(positions.max())
-    tokens = slots.tokens[rows, :longest]
-    places = np.arange(longest)
-    seen = places < positions[:, None]
-    row, place = np.nonzero(seen & (tokens >= 0) & (tokens < vocab))
-    flat = row * vocab + tokens[row, place]
-    output = flat[place >= slots.prompt_tokens[rows][row]]
-    total = torch.from_numpy(np.bincount(flat, minlength=n * vocab).reshape(n, vocab))
-    counts = torch.from_numpy(np.bincount(output, minlength=n * vocab).reshape(n, vocab)).float()
-    repetition, presence, frequency = (
-        torch.from_numpy(column[rows])[:, None]
-        for column in (slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty)
-    )
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(total > 0, repeated, logits)
-    return logits - frequency * counts - presence * (counts > 0)
+def _penalize(logits: torch.Tensor, slots: SlotTable, which: npt.NDArray[np.intp], rows: I32, positions: I32) -> None:
+    """Steps 1 and 2 in place, for the rows ``which`` of ``logits``: only tokens that occur are touched."""
+    vocab = logits.shape[1]
+    tokens = slots.tokens[rows, : int(positions.max())]
+    row, place = np.nonzero((np.arange(tokens.shape[1]) < positions[:, None]) & (tokens >= 0) & (tokens < vocab))
+    token = tokens[row, place].astype(np.int64)
+    generated = place >= slots.prompt_tokens[rows][row]
+    keys, inverse = np.unique(row * vocab + token, return_inverse=True)
+    counts = np.bincount(inverse[generated], minlength=len(keys)).astype(np.float32)
+    row, token = keys // vocab, keys % vocab
+    values = logits.numpy()[which[row], token]
+    repetition = slots.repetition_penalty[rows][row]
+    values = np.where(values > 0, values / repetition, values * repetition)
+    values -= slots.frequency_penalty[rows][row] * counts + slots.presence_penalty[rows][row] * (counts > 0)
+    logits.numpy()[which[row], token] = values
 
 
-def _filter(
-    logits: torch.Tensor, slots: SlotTable, slot: I32, which: I32, temperature: F32, kernels: Rows
-) -> tuple[F32, I32]:
-    """Steps 5 to 8: the candidates' scaled logits, -inf where a filter drops them, and their ids [rows, n]."""
+def _draw(logits: torch.Tensor, slots: SlotTable, slot: I32, which: I32, first: U32, second: U32, kernels: Rows) -> I32:
+    """Steps 5 and 9 for the rows ``which``, whose requests stand at ``slot``."""
+    return kernels.draw(logits, which, slots.temperature[slot], first, second)
+
+
+def _draw_filtered(
+    logits: torch.Tensor, slots: SlotTable, slot: I32, which: I32, first: U32, second: U32, kernels: Rows
+) -> I32:
+    """Steps 5 to 9 for the rows ``which``: on a few candidates, on more only for rows that need them."""
     vocab = logits.shape[1]
     k = np.where((slots.top_k[slot] <= 0) | (slots.top_k[slot] > vocab), vocab, slots.top_k[slot])[:, None]
     p = np.where(slots.top_p[slot] >= 1, np.inf, slots.top_p[slot])[:, None]
     with np.errstate(divide="ignore"):
         floor = np.log(slots.min_p[slot])[:, None]
-    count = min(vocab, _CANDIDATES)
-    while True:
-        values, ids, mass = kernels.largest(logits, which, temperature, count)
-        threshold = _threshold(values, k, p, floor, mass[:, None], vocab)
-        # A row that reaches the smallest candidate, or whose top-k ends further down, must look at all logits.
-        complete = (values[:, -1:] < threshold) & ((k <= count) | (k == vocab))
-        if count == vocab or complete.all():
-            return np.where(values < threshold, np.float32(-np.inf), values), ids
-        count = vocab
+    tokens: I32 = np.empty(len(which), np.int32)
+    count, pending = min(vocab, _CANDIDATES), np.arange(len(which))
+    while pending.size:
+        values, ids, mass = kernels.largest(logits, which[pending], slots.temperature[slot[pending]], count)
+        threshold = _threshold(values, k[pending], p[pending], floor[pending], mass[:, None], vocab)
+        # A row whose smallest candidate stays, or whose top-k ends further down, must see more.
+        cut = (values[:, -1:] < threshold) & ((k[pending] <= count) | (k[pending] == vocab))
+        done = cut[:, 0] | (count == vocab)
+        values, ids, settled = values[done], ids[done], pending[done]
+        noise = gumbel(first[settled], second[settled], torch.from_numpy(ids)).numpy()
+        best = np.where(values < threshold[done], -np.inf, values + noise).argmax(axis=1)
+        tokens[settled] = ids[np.arange(len(ids)), best]
+        count, pending = min(vocab, 8 * count), pending[~done]
+    return tokens
 
 
 def _threshold(values: F32, k: I32, p: F64, floor: F32, mass: F64, vocab: int) -> F32:

@@ -94,7 +94,8 @@ inline float largest_of(const float* logits, int n, float temperature, int count
                 if (logits[i] >= bar) found.emplace_back(-logits[i], i);
     }
     const int have = std::min(count, (int)found.size());
-    std::partial_sort(found.begin(), found.begin() + have, found.end());
+    std::nth_element(found.begin(), found.begin() + have, found.end());
+    std::sort(found.begin(), found.begin() + have);
     for (int i = 0; i < count; i++) {
         values[i] = i < have ? -found[i].first / temperature : -INFINITY;
         tokens[i] = i < have ? found[i].second : 0;
