@@ -120,7 +120,8 @@ class StreamReply:
             else:
                 for line in response:
                     self._take(line.strip())
-            self.whole = True
+            # An early end of the connection ends the iteration too, but not the response.
+            self.whole = response.isclosed()
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.failure = f"{type(error).__name__}: {error}"
         finally:

@@ -1,7 +1,6 @@
 """The debug door, and what the tree does about what comes through it."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
