@@ -26,9 +26,10 @@ from .tokenizing import open_tokenizer
 class _Live:
     """A request on its way through: its text so far lives in ``stream``."""
 
-    __slots__ = ("attempt", "opened", "start", "stream", "told")
+    __slots__ = ("attempt", "opened", "source", "start", "stream", "told")
 
-    def __init__(self, opened: Opened, tokenizer: Tokenizer) -> None:
+    def __init__(self, opened: Opened, source: str, tokenizer: Tokenizer) -> None:
+        self.source = source
         self.opened, self.attempt, self.told = opened, opened.attempt, False
         replay = ids(opened.output)
         self.stream = TextStream(
@@ -52,7 +53,9 @@ class Detokenization:
     def step(self, message: StepTokens) -> dict[str, StepText]:
         """The news of one step by the frontend that waits for them."""
         for opened in message.opened:
-            self._live[opened.origin, opened.id] = _Live(opened, self._tokenizer)
+            known = self._live.get((opened.origin, opened.id))
+            if known is None or known.attempt < opened.attempt:  # else a dead scheduler's word, come late
+                self._live[opened.origin, opened.id] = _Live(opened, message.source, self._tokenizer)
         texts: dict[str, list[TextRow]] = {}
         for origin, number, attempt, token in message.plain_rows():
             live = self._live.get((origin, number))
@@ -124,9 +127,13 @@ class Detokenization:
             prompt_logprobs=row.prompt_logprobs,
         )
 
-    def forget(self, origin: str | None = None) -> None:
-        """Drop the requests of one frontend, or all: their scheduler has died and will open them anew."""
-        self._live = {key: live for key, live in self._live.items() if origin is not None and key[0] != origin}
+    def forget_origin(self, origin: str) -> None:
+        """Drop the requests of a frontend that is gone."""
+        self._live = {key: live for key, live in self._live.items() if key[0] != origin}
+
+    def forget_source(self, source: str) -> None:
+        """Drop the requests of a scheduler that is gone; they will be opened anew."""
+        self._live = {key: live for key, live in self._live.items() if live.source != source}
 
 
 async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: DataPlane | None = None) -> None:
@@ -146,7 +153,7 @@ async def _serve(
     async def watch_scheduler(path: str) -> None:
         async for notice in ctx.watch(path):
             if isinstance(notice, actors.Down):
-                texts.forget()
+                texts.forget_source(path)
 
     async def watch_frontend(path: str) -> None:
         origin = ""
@@ -154,13 +161,13 @@ async def _serve(
             if isinstance(notice, actors.Up):
                 origin = value(notice.value, FrontendUp).origin
             elif origin:
-                texts.forget(origin)
+                texts.forget_origin(origin)
                 if (outbox := outboxes.pop(origin, None)) is not None:
                     outbox.close()
 
     with plane.bind(StepTokens, local=False) as mailbox:
         async with anyio.create_task_group() as tasks:
-            for path in peers.schedulers:
+            for path in peers.engines:
                 tasks.start_soon(watch_scheduler, path)
             for path in peers.frontends:
                 tasks.start_soon(watch_frontend, path)

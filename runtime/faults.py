@@ -237,7 +237,7 @@ class _Faults:
                 return f"{fault.actor} has no process at the moment"
             os.kill(seen.pid, SIGNALS[fault.fault])
             return ""
-        if fault.actor in self._peers.schedulers:
+        if fault.actor in self._peers.engines:
             self._ctx.cast_nowait(fault.actor, Laid((fault,)))
         elif fault.fault != "clear":
             await self._ctx.call(fault.actor, "fault", fault, timeout=5)
@@ -245,7 +245,7 @@ class _Faults:
 
     async def _send(self, fault: Fault) -> str:
         """Put a frame that is no message into the actor's mailbox."""
-        kinds: dict[str, type] = {DETOKENIZER: DetokenizerUp, **dict.fromkeys(self._peers.schedulers, SchedulerUp)}
+        kinds: dict[str, type] = {DETOKENIZER: DetokenizerUp, **dict.fromkeys(self._peers.engines, SchedulerUp)}
         notice = await anext(self._ctx.watch(fault.actor))
         if not isinstance(notice, actors.Up):
             return f"{fault.actor} is not up"

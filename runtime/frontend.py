@@ -40,7 +40,9 @@ class Frontend:
         self._ctx = ctx
         self._info: ModelInfo | None = None
         self._table = RequestTable(origin, anyio.current_time, self._observe)
-        self._scheduler_up = self._detokenizer_up = False
+        self._engines: dict[str, SchedulerUp] = {}  # the schedulers that are up, in the order in which they came up
+        self._engine = ""  # the path of the one that serves us
+        self._detokenizer_up = False
         self._was_ready = anyio.Event()
         self._outbox: Outbox | None = None
         self._dirty = anyio.Event()
@@ -56,7 +58,7 @@ class Frontend:
         return self._info
 
     def ready(self) -> bool:
-        return self._scheduler_up and self._detokenizer_up and self._tokenizer.up and not self.draining
+        return bool(self._engine) and self._detokenizer_up and self._tokenizer.up and not self.draining
 
     async def wait_ready(self) -> None:
         """Until everything behind this frontend was up once; says now and then that it waits."""
@@ -155,21 +157,31 @@ class Frontend:
                 for message in await mailbox.receive():
                     self._table.take(message)
 
-    async def watch_scheduler(self, path: str, plane: DataPlane) -> None:
+    async def watch_engine(self, path: str, plane: DataPlane) -> None:
+        """One scheduler serves, the first that is up; when it dies, the next one takes over at once."""
         async for notice in self._ctx.watch(path):
-            if self._outbox is not None:
-                self._outbox.close()
-                self._outbox = None
+            self._engines.pop(path, None)
+            if path == self._engine:
+                self._leave()
             if isinstance(notice, actors.Up):
-                up = value(notice.value, SchedulerUp)
-                self._info = self._info or up.model
-                self._outbox = plane.connect(up.address)
-                self._resumed()
-                self._table.scheduler_up(self._outbox)
-            else:
-                self._table.scheduler_down()
-            self._scheduler_up = isinstance(notice, actors.Up)
+                self._engines[path] = value(notice.value, SchedulerUp)
+            if not self._engine and self._engines:
+                self._turn_to(next(iter(self._engines)), plane)
             self._look()
+
+    def _turn_to(self, path: str, plane: DataPlane) -> None:
+        up = self._engines[path]
+        self._engine, self._info = path, self._info or up.model
+        self._outbox = plane.connect(up.address)
+        self._resumed()
+        self._table.scheduler_up(self._outbox)
+
+    def _leave(self) -> None:
+        self._engine = ""
+        self._table.scheduler_down()
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
 
     async def watch_detokenizer(self) -> None:
         async for notice in self._ctx.watch(DETOKENIZER):
@@ -240,7 +252,8 @@ async def open_frontend(
         ):
             front.helped_by(helpers)
             tasks.start_soon(front.listen, mailbox)
-            tasks.start_soon(front.watch_scheduler, peers.schedulers[0], plane)
+            for path in (peers.schedulers[0], *peers.standbys):
+                tasks.start_soon(front.watch_engine, path, plane)
             tasks.start_soon(front.watch_detokenizer)
             tasks.start_soon(front.watch_tokenizer)
             tasks.start_soon(front.report, mailbox)

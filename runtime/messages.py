@@ -123,6 +123,7 @@ class StepTokens(msgspec.Struct, frozen=True, tag="step"):
     news: tuple[TokenRow, ...]
     origins: tuple[str, ...] = ()
     plain: bytes = b""  # int64[4, plain rows]: index into origins, id, attempt, token
+    source: str = ""  # with ``opened``: the scheduler's path
 
     def plain_rows(self) -> Iterator[tuple[str, int, int, int]]:
         """(origin, id, attempt, token) of each plain row."""

@@ -19,8 +19,14 @@ class Peers(msgspec.Struct, frozen=True):
     """The paths of those of whom there may be several."""
 
     schedulers: tuple[str, ...] = ("replica0/scheduler0",)  # rank 0 of each replica
+    standbys: tuple[str, ...] = ()  # schedulers that are kept ready to take over
     frontends: tuple[str, ...] = ()
     detokenizer_is_process: bool = False
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """All schedulers that may serve."""
+        return (*self.schedulers, *self.standbys)
 
 
 def value(given: Any, kind: type[T]) -> T:

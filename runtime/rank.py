@@ -7,6 +7,7 @@ there is. It imports torch while the model's files are still on their way.
 import gc
 import time
 
+import msgspec
 import zmq
 
 import actors
@@ -126,6 +127,8 @@ class Rank:
             self.core.flush()
 
     def _send(self, step: StepTokens) -> None:
+        if step.opened:
+            step = msgspec.structs.replace(step, source=self.ctx.path)
         # A detokenizer that is behind holds the engine back: better than losing words. If it is stuck, it is replaced.
         while self._outbox is not None and not self._outbox.send_nowait(step):
             self.ctx.beat("wait for the detokenizer")

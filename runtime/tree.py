@@ -5,6 +5,7 @@
     ├── model                task      finds, fetches and converts the model's files
     ├── replica0             one_for_all over its ranks
     │   └── scheduler0       process   the step loop
+    ├── standby0             the same once more, idle, ready to take over (supervision.standby)
     ├── detokenizer          task or process
     ├── http                 one_for_one over one listening socket that the root owns
     │   └── frontend0..      task or process   Quart app, request table
@@ -110,23 +111,26 @@ def specs(
     tree: list[actors.Spec] = [
         actors.ChildSpec(METRICS, metrics, args=(config,), overflow="drop-oldest", **common),
         actors.ChildSpec(MODEL, model, args=(config,), **common),
-        actors.SupervisorSpec(
-            "replica0",
-            [
-                actors.ChildSpec(
-                    "scheduler0",
-                    "runtime.rank:scheduler",
-                    args=(config, peers),
-                    where="process",
-                    backend="main-thread",
-                    title="runtime: scheduler0",
-                    **{**common, **beats},
-                )
-            ],
-            strategy="one_for_all",
-            depends_on=(),
-            **limits,
-        ),
+        *[
+            actors.SupervisorSpec(
+                path.partition("/")[0],
+                [
+                    actors.ChildSpec(
+                        path.partition("/")[2],
+                        "runtime.rank:scheduler",
+                        args=(config, peers),
+                        where="process",
+                        backend="main-thread",
+                        title=f"runtime: {path}",
+                        **{**common, **beats},
+                    )
+                ],
+                strategy="one_for_all",
+                depends_on=(),
+                **limits,
+            )
+            for path in peers.engines
+        ],
         actors.ChildSpec(
             DETOKENIZER,
             "runtime.detokenizer:detokenizer" if process else detokenizer,
@@ -187,6 +191,7 @@ async def open_tree(
         config = structs.replace(config, supervision=structs.replace(config.supervision, placement=placement))
     names = [f"{HTTP}/frontend{i}" for i in range(config.http.frontends)] if listener is not None else []
     peers = Peers(
+        standbys=tuple(f"standby{i}/scheduler0" for i in range(config.supervision.standby)),
         frontends=(*names, *([CLIENT] if with_client else [])),
         detokenizer_is_process=config.supervision.placement.detokenizer == "process",
     )

@@ -114,3 +114,22 @@ def test_what_is_down_can_be_seen(tmp_path: Path) -> None:
         assert any(reply.status == 503 and reply.json["state"] == "degraded" for reply in server.answers())
         server.wait_ready()
         assert server.actors()["replica0/scheduler0"]["restarts"] == 1
+
+
+def test_a_standby_takes_over(tmp_path: Path, expected: list[Any]) -> None:
+    with Server(tmp_path, settings=("supervision.standby=1",)) as server:
+        server.wait_ready()
+        server.wait_phase("standby0/scheduler0", lambda actor: actor["state"] == "running")
+        server.wait_phase("replica0/scheduler0", lambda actor: actor["state"] == "running")
+        for _ in range(3):  # back and forth
+            streams = start(server)
+            for stream in streams:
+                stream.wait_events(3)
+            active = max(
+                ("replica0/scheduler0", "standby0/scheduler0"),
+                key=lambda path: server.metric("runtime_requests_running", source=path),
+            )
+            kill(server, active)
+            assert [outcome(stream) for stream in streams] == expected
+            server.wait_phase(active, lambda actor: actor["state"] == "running")
+        server.wait_metric("runtime_kv_pages", 0, state="used")
