@@ -76,12 +76,22 @@ class SupervisionSection(Struct, frozen=True, forbid_unknown_fields=True):
     start_timeout_max_s: Annotated[float, _doc("a start that takes longer has failed, progress or not", gt=0)] = 900.0
     drain_timeout_s: Annotated[float, _doc("on stop, running requests may finish for this long", ge=0)] = 30.0
     stop_timeout_s: Annotated[float, _doc("after that, actors have this long to end", gt=0)] = 5.0
-    intensity: Annotated[int, _doc("restarts allowed within period_s", ge=0)] = 3
+    intensity: Annotated[int, _doc("restarts allowed within period_s", ge=0)] = 10
     period_s: Annotated[float, _doc("see intensity", gt=0)] = 60.0
     hang_timeout_s: Annotated[float, _doc("a step without a beat for this long is a hang; 0 = never", ge=0)] = 60.0
     standby: Annotated[int, _doc("schedulers that are kept loaded as spares", ge=0)] = 0
     debug_faults: Annotated[bool, _doc("offer the endpoints that provoke faults; for tests only")] = False
     placement: Annotated[Placement, _doc("where actors run")] = Placement()
+
+    @property
+    def say_s(self) -> float:
+        """How often who waits for others says so: each word extends its start deadline."""
+        return self.start_timeout_s / 4
+
+    @property
+    def beat_s(self) -> float:
+        """How often who has nothing to do says that it lives."""
+        return max(self.hang_timeout_s / 4, 0.1) if self.hang_timeout_s else 3600.0
 
 
 class LogSection(Struct, frozen=True, forbid_unknown_fields=True):

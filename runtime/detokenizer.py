@@ -4,18 +4,19 @@ It holds one ``TextStream`` per live request, and nothing that could not be made
 request needs to begin, the output of earlier attempts included, which is replayed silently.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import anyio
-import numpy as np
 
 import actors
 
 from .config import Config
 from .detokenize import TextStream
+from .faults import Door, open_door
 from .handshakes import DetokenizerUp, FrontendUp
 from .mailbox import DataPlane, Outbox
-from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow
+from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow, ids
 from .peers import MODEL, Peers, value, wait_up
 from .sources import ModelFiles
 from .tokenizer import Tokenizer
@@ -25,14 +26,15 @@ from .tokenizing import open_tokenizer
 class _Live:
     """A request on its way through: its text so far lives in ``stream``."""
 
-    __slots__ = ("attempt", "opened", "start", "stream", "told")
+    __slots__ = ("attempt", "opened", "source", "start", "stream", "told")
 
-    def __init__(self, opened: Opened, tokenizer: Tokenizer) -> None:
+    def __init__(self, opened: Opened, source: str, tokenizer: Tokenizer) -> None:
+        self.source = source
         self.opened, self.attempt, self.told = opened, opened.attempt, False
-        replay = np.frombuffer(opened.output, "<i4").tolist()
+        replay = ids(opened.output)
         self.stream = TextStream(
             tokenizer,
-            prompt_tail=np.frombuffer(opened.prompt_tail, "<i4").tolist(),
+            prompt_tail=ids(opened.prompt_tail),
             stop=opened.stop,
             include_stop=opened.include_stop,
             skip_special_tokens=opened.skip_special_tokens,
@@ -51,7 +53,9 @@ class Detokenization:
     def step(self, message: StepTokens) -> dict[str, StepText]:
         """The news of one step by the frontend that waits for them."""
         for opened in message.opened:
-            self._live[opened.origin, opened.id] = _Live(opened, self._tokenizer)
+            known = self._live.get((opened.origin, opened.id))
+            if known is None or known.attempt < opened.attempt:  # else a dead scheduler's word, come late
+                self._live[opened.origin, opened.id] = _Live(opened, message.source, self._tokenizer)
         texts: dict[str, list[TextRow]] = {}
         for origin, number, attempt, token in message.plain_rows():
             live = self._live.get((origin, number))
@@ -123,25 +127,33 @@ class Detokenization:
             prompt_logprobs=row.prompt_logprobs,
         )
 
-    def forget(self, origin: str | None = None) -> None:
-        """Drop the requests of one frontend, or all: their scheduler has died and will open them anew."""
-        self._live = {key: live for key, live in self._live.items() if origin is not None and key[0] != origin}
+    def forget_origin(self, origin: str) -> None:
+        """Drop the requests of a frontend that is gone."""
+        self._live = {key: live for key, live in self._live.items() if key[0] != origin}
+
+    def forget_source(self, source: str) -> None:
+        """Drop the requests of a scheduler that is gone; they will be opened anew."""
+        self._live = {key: live for key, live in self._live.items() if live.source != source}
 
 
 async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: DataPlane | None = None) -> None:
     """The actor, as a task (``plane``: its process's) or as a process of its own. Started value: ``DetokenizerUp``."""
-    ctx.progress("wait for the model files")
-    files = await wait_up(ctx, MODEL, ModelFiles)
-    ctx.progress("load the tokenizer")
-    tokenizer = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
-    texts = Detokenization(tokenizer)
-    plane = plane or DataPlane()
+    async with open_door(ctx, config) as door:
+        files = await wait_up(ctx, MODEL, ModelFiles, "wait for the model files", config.supervision.say_s)
+        ctx.progress("load the tokenizer")
+        tokenizer = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
+        await _serve(ctx, config, peers, plane or DataPlane(), Detokenization(tokenizer), door)
+
+
+async def _serve(
+    ctx: actors.Context, config: Config, peers: Peers, plane: DataPlane, texts: Detokenization, door: Door
+) -> None:
     outboxes: dict[str, Outbox] = {}
 
     async def watch_scheduler(path: str) -> None:
         async for notice in ctx.watch(path):
             if isinstance(notice, actors.Down):
-                texts.forget()
+                texts.forget_source(path)
 
     async def watch_frontend(path: str) -> None:
         origin = ""
@@ -149,21 +161,26 @@ async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: 
             if isinstance(notice, actors.Up):
                 origin = value(notice.value, FrontendUp).origin
             elif origin:
-                texts.forget(origin)
+                texts.forget_origin(origin)
                 if (outbox := outboxes.pop(origin, None)) is not None:
                     outbox.close()
 
     with plane.bind(StepTokens, local=False) as mailbox:
         async with anyio.create_task_group() as tasks:
-            for path in peers.schedulers:
+            for path in peers.engines:
                 tasks.start_soon(watch_scheduler, path)
             for path in peers.frontends:
                 tasks.start_soon(watch_frontend, path)
             ctx.started(DetokenizerUp(mailbox.address))
             while True:
-                for message in await mailbox.receive():
+                ctx.beat()
+                messages: Sequence[StepTokens] = ()
+                with anyio.move_on_after(config.supervision.beat_s):
+                    messages = await mailbox.receive()
+                if door.stuck:
+                    await anyio.sleep_forever()
+                for message in messages:
                     for origin, text in texts.step(message).items():
                         if origin not in outboxes:
                             outboxes[origin] = plane.connect(origin)
                         outboxes[origin].send_nowait(text)
-                ctx.beat()

@@ -11,20 +11,22 @@ import anyio
 import actors
 
 from .config import Config, ModelSection
+from .faults import open_door
 from .peers import value
 from .sources import ModelFiles, Progress, cached, resolve
 
 
 async def model(ctx: actors.Context, config: Config) -> None:
     """The actor. Started value: ``ModelFiles``."""
-    ctx.progress("find the model")
-    section = config.model
-    find = partial(cached, section.source, tokenizer=section.tokenizer, weights=not section.dummy_weights)
-    files = await anyio.to_thread.run_sync(find, abandon_on_cancel=True)
-    if files is None:
-        files = await _fetched(ctx, config)
-    ctx.started(files)
-    await anyio.sleep_forever()
+    async with open_door(ctx, config):
+        ctx.progress("find the model")
+        section = config.model
+        find = partial(cached, section.source, tokenizer=section.tokenizer, weights=not section.dummy_weights)
+        files = await anyio.to_thread.run_sync(find, abandon_on_cancel=True)
+        if files is None:
+            files = await _fetched(ctx, config)
+        ctx.started(files)
+        await anyio.sleep_forever()
 
 
 async def _fetched(ctx: actors.Context, config: Config) -> ModelFiles:

@@ -13,6 +13,7 @@ import anyio
 import actors
 
 from .config import Config
+from .faults import FAULTS, open_door
 from .handshakes import FrontendUp, SchedulerUp
 from .limits import check_options, checked
 from .mailbox import DataPlane, LocalMailbox, Outbox, SocketMailbox
@@ -20,7 +21,7 @@ from .messages import SamplingParams, StepText
 from .peers import DETOKENIZER, METRICS, Peers, value, walk
 from .report import Histogram, Report
 from .requests import Request, RequestTable
-from .service import Delta, ModelInfo, Sink, TokenizerClient, Unavailable
+from .service import BadRequest, Delta, ModelInfo, Sink, TokenizerClient, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
 REPORT_PERIOD_S = 0.1
@@ -31,7 +32,7 @@ class Frontend:
 
     def __init__(self, ctx: actors.Context, config: Config, origin: str) -> None:
         self.config = config
-        self._tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer")
+        self._tokenizer = TokenizerProxy(ctx, f"{ctx.path}/tokenizer", config.supervision.hang_timeout_s)
         self.tokenizer: TokenizerClient = self._tokenizer
         self.up = FrontendUp(origin)
         self.draining = False
@@ -39,7 +40,9 @@ class Frontend:
         self._ctx = ctx
         self._info: ModelInfo | None = None
         self._table = RequestTable(origin, anyio.current_time, self._observe)
-        self._scheduler_up = self._detokenizer_up = False
+        self._engines: dict[str, SchedulerUp] = {}  # the schedulers that are up, in the order in which they came up
+        self._engine = ""  # the path of the one that serves us
+        self._detokenizer_up = False
         self._was_ready = anyio.Event()
         self._outbox: Outbox | None = None
         self._dirty = anyio.Event()
@@ -55,11 +58,14 @@ class Frontend:
         return self._info
 
     def ready(self) -> bool:
-        return self._scheduler_up and self._detokenizer_up and self._tokenizer.up and not self.draining
+        return bool(self._engine) and self._detokenizer_up and self._tokenizer.up and not self.draining
 
     async def wait_ready(self) -> None:
-        """Until everything behind this frontend was up once."""
-        await self._was_ready.wait()
+        """Until everything behind this frontend was up once; says now and then that it waits."""
+        while not self._was_ready.is_set():
+            self._ctx.progress("wait for the engine")
+            with anyio.move_on_after(self.config.supervision.say_s):
+                await self._was_ready.wait()
 
     async def status(self) -> dict[str, Any]:
         tree = await self._ctx.snapshot()
@@ -84,6 +90,8 @@ class Frontend:
                     },
                     "generation": actor.generation,
                     "pid": actor.pid if actor.kind == "process" else None,
+                    "restarts": actor.restarts,
+                    "last_exit": actor.last_exit,
                 }
                 for actor in actors_
             ],
@@ -92,6 +100,11 @@ class Frontend:
     async def metrics(self) -> bytes:
         text: bytes = await self._ctx.call(METRICS, "render", None, timeout=5.0)
         return text
+
+    async def fault(self, wanted: dict[str, Any]) -> None:
+        """Provoke a fault (``faults.Fault``). Raises BadRequest with a sentence that says why not."""
+        if refusal := await self._ctx.call(FAULTS, "fault", wanted, timeout=10):
+            raise BadRequest(refusal)
 
     async def flush_cache(self) -> None:
         self._table.flush()
@@ -131,26 +144,44 @@ class Frontend:
 
     # --- hearing
 
+    def helped_by(self, helpers: actors.Supervisor) -> None:
+        """``helpers`` has the tokenizer."""
+        path = self._tokenizer.path
+        self._tokenizer.restart = lambda: helpers.ref(path).restart()
+
     async def listen(self, mailbox: LocalMailbox[StepText] | SocketMailbox[StepText]) -> None:
         while True:
-            for message in await mailbox.receive():
-                self._table.take(message)
+            if self._was_ready.is_set():
+                self._ctx.beat()
+            with anyio.move_on_after(self.config.supervision.beat_s):
+                for message in await mailbox.receive():
+                    self._table.take(message)
 
-    async def watch_scheduler(self, path: str, plane: DataPlane) -> None:
+    async def watch_engine(self, path: str, plane: DataPlane) -> None:
+        """One scheduler serves, the first that is up; when it dies, the next one takes over at once."""
         async for notice in self._ctx.watch(path):
-            if self._outbox is not None:
-                self._outbox.close()
-                self._outbox = None
+            self._engines.pop(path, None)
+            if path == self._engine:
+                self._leave()
             if isinstance(notice, actors.Up):
-                up = value(notice.value, SchedulerUp)
-                self._info = self._info or up.model
-                self._outbox = plane.connect(up.address)
-                self._resumed()
-                self._table.scheduler_up(self._outbox)
-            else:
-                self._table.scheduler_down()
-            self._scheduler_up = isinstance(notice, actors.Up)
+                self._engines[path] = value(notice.value, SchedulerUp)
+            if not self._engine and self._engines:
+                self._turn_to(next(iter(self._engines)), plane)
             self._look()
+
+    def _turn_to(self, path: str, plane: DataPlane) -> None:
+        up = self._engines[path]
+        self._engine, self._info = path, self._info or up.model
+        self._outbox = plane.connect(up.address)
+        self._resumed()
+        self._table.scheduler_up(self._outbox)
+
+    def _leave(self) -> None:
+        self._engine = ""
+        self._table.scheduler_down()
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
 
     async def watch_detokenizer(self) -> None:
         async for notice in self._ctx.watch(DETOKENIZER):
@@ -215,11 +246,14 @@ async def open_frontend(
     with plane.bind(StepText, local=local) as mailbox:
         front = Frontend(ctx, config, mailbox.address)
         async with (
-            ctx.open_supervisor([tokenizer_spec(config)], wait_started=False),
+            open_door(ctx, config),
+            ctx.open_supervisor([tokenizer_spec(config)], wait_started=False) as helpers,
             anyio.create_task_group() as tasks,
         ):
+            front.helped_by(helpers)
             tasks.start_soon(front.listen, mailbox)
-            tasks.start_soon(front.watch_scheduler, peers.schedulers[0], plane)
+            for path in (peers.schedulers[0], *peers.standbys):
+                tasks.start_soon(front.watch_engine, path, plane)
             tasks.start_soon(front.watch_detokenizer)
             tasks.start_soon(front.watch_tokenizer)
             tasks.start_soon(front.report, mailbox)

@@ -15,6 +15,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal["", "queue_full", "deadline", "too_long", "not_finite", "shutdown", "internal"]
 
 
+def ids(data: bytes) -> list[int]:
+    """Token ids as they travel, as numbers."""
+    return memoryview(data).cast("i").tolist()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How tokens are chosen and when a request ends. Validated by the frontend; the engine trusts it."""
 
@@ -118,6 +123,7 @@ class StepTokens(msgspec.Struct, frozen=True, tag="step"):
     news: tuple[TokenRow, ...]
     origins: tuple[str, ...] = ()
     plain: bytes = b""  # int64[4, plain rows]: index into origins, id, attempt, token
+    source: str = ""  # with ``opened``: the scheduler's path
 
     def plain_rows(self) -> Iterator[tuple[str, int, int, int]]:
         """(origin, id, attempt, token) of each plain row."""

@@ -9,6 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 import actors
 
+from .config import Config
+from .faults import open_door
 from .peers import walk
 from .report import BUCKETS_S, Report
 
@@ -100,7 +102,7 @@ class Reports:
         return families[metric]
 
 
-async def metrics(ctx: actors.Context) -> None:
+async def metrics(ctx: actors.Context, config: Config) -> None:
     """The actor. Casts: ``Report``. Calls: ``render`` -> bytes in the Prometheus text format."""
     reports = Reports()
     registry = CollectorRegistry()
@@ -111,7 +113,8 @@ async def metrics(ctx: actors.Context) -> None:
         return generate_latest(registry)
 
     ctx.on("render", render)
-    ctx.started()
-    async for report in ctx.inbox:
-        known = report if isinstance(report, Report) else msgspec.convert(report, Report)
-        reports.by_source[known.source] = known
+    async with open_door(ctx, config):
+        ctx.started()
+        async for report in ctx.inbox:
+            known = report if isinstance(report, Report) else msgspec.convert(report, Report)
+            reports.by_source[known.source] = known

@@ -7,11 +7,13 @@ there is. It imports torch while the model's files are still on their way.
 import gc
 import time
 
+import msgspec
 import zmq
 
 import actors
 
 from .config import Config
+from .faults import ThreadDoor
 from .handshakes import DetokenizerUp, FrontendUp, SchedulerUp
 from .mailbox import DataPlane, Outbox, SocketMailbox
 from .messages import Abort, Flush, StepTokens, Submit, ToScheduler
@@ -32,6 +34,7 @@ class Rank:
         self.poller = zmq.Poller()
         self.poller.register(self.mailbox.socket, zmq.POLLIN)
         self.poller.register(ctx.wakeup_fd, zmq.POLLIN)
+        self.door = ThreadDoor(ctx) if config.supervision.debug_faults else None
         self.files: ModelFiles | None = None
         self.stopping = False
         self._outbox: Outbox | None = None
@@ -56,19 +59,24 @@ class Rank:
         self.ctx.progress(name, done, total)
 
     def run(self) -> None:
+        while self.door is not None and not self.door.opened:
+            self._wait(None)
+            self._hear()
         self.ctx.watch(MODEL)
         self.phase("import torch")
         import torch  # noqa: F401  it takes longest: while the model's files are on their way
 
         from .engine.build import build
 
-        self.phase("wait for the model files")
         while self.files is None:
-            self._wait(None)
+            self.phase("wait for the model files")
+            self._wait(self.config.supervision.say_s)
             self._hear()
             if self.stopping:
                 return
         self.core, model = build(self.config, self.files, self.phase)
+        if self.door is not None:
+            self.door.haunt(self.core)
         self.ctx.watch(DETOKENIZER)
         for path in self.peers.frontends:
             self.ctx.watch(path)
@@ -86,7 +94,7 @@ class Rank:
     # --- the loop
 
     def _loop(self) -> None:
-        core, beat_s = self.core, max(self.config.supervision.hang_timeout_s / 4, 0.1)
+        core, beat_s = self.core, self.config.supervision.beat_s
         while not self.stopping:
             if core.has_work() and self._outbox is not None:
                 self.ctx.beat("step")
@@ -119,6 +127,8 @@ class Rank:
             self.core.flush()
 
     def _send(self, step: StepTokens) -> None:
+        if step.opened:
+            step = msgspec.structs.replace(step, source=self.ctx.path)
         # A detokenizer that is behind holds the engine back: better than losing words. If it is stuck, it is replaced.
         while self._outbox is not None and not self._outbox.send_nowait(step):
             self.ctx.beat("wait for the detokenizer")
@@ -142,6 +152,8 @@ class Rank:
                     self._origins[path] = value(notice.value, FrontendUp).origin
                 case actors.Down(path=path) if path in self._origins:
                     self.core.abort_origin(self._origins.pop(path))
+                case actors.Cast(payload=payload) if self.door is not None:
+                    self.door.take(payload)
                 case actors.Stop():
                     self.stopping = True
 

@@ -18,8 +18,13 @@ from .mailbox import Outbox
 from .messages import Abort, ErrorCode, Flush, SamplingParams, StepText, Submit, TextRow
 from .service import Delta, Sink
 
-# A request that was live at so many deaths of its scheduler is taken for their cause, and fails alone.
+# A request that was live at so many deaths in a row, and at so many of them the only one that can have been their
+# cause, is given up.
 MAX_DEATHS = 3
+MAX_DEATHS_ALONE = 2
+SUSPECT_DEATHS = 2  # from here on it is tried alone
+# A request that has come so far since a death has no part in it: what is computed is fixed by the position alone.
+CLEARED_TOKENS = 8
 
 
 class Request:
@@ -27,6 +32,7 @@ class Request:
 
     __slots__ = (
         "_table",
+        "alone",
         "attempt",
         "cached_tokens",
         "chars",
@@ -46,6 +52,7 @@ class Request:
         "prompt_tokens",
         "salt",
         "sink",
+        "stood",
         "submitted",
     )
 
@@ -65,7 +72,10 @@ class Request:
         self._table, self.id, self.params, self.priority, self.salt = table, number, params, priority, salt
         self.prompt, self.prompt_tokens, self.cached_tokens = array("i", prompt).tobytes(), len(prompt), 0
         self.deadline, self.sink = deadline, sink
-        self.attempt, self.deaths, self.submitted, self.finished = 0, 0, False, False
+        self.attempt, self.submitted, self.finished = 0, False, False
+        # Deaths of the scheduler in a row without progress, those of them with nobody else to blame, and the output
+        # tokens at the last one.
+        self.deaths, self.alone, self.stood = 0, 0, 0
         self.output, self.chars = array("i"), 0
         self.pending: Delta | None = None
         self.news = anyio.Event()
@@ -128,6 +138,8 @@ class RequestTable:
         self._next = 0
         self._outbox: Outbox | None = None
         self._via = 0  # generation of the detokenizer; 0 = none is up
+        self._suspects: list[Request] = []  # to be tried alone, one after the other
+        self._trial: Request | None = None
 
     # --- the reader's side
 
@@ -155,7 +167,8 @@ class RequestTable:
             now=now,
         )
         self.live[request.id] = request
-        self._submit(request)
+        if not self.quarantine:
+            self._submit(request)
         return request
 
     def abort(self, request: Request) -> None:
@@ -165,6 +178,7 @@ class RequestTable:
         request.finished = True
         request.news.set()
         self._forget(request)
+        self._left(request)
 
     def flush(self) -> None:
         if self._outbox is not None:
@@ -175,6 +189,7 @@ class RequestTable:
         if self.live.pop(request.id, None) is not None:
             self._forget(request)
             self._finish(request, Delta(finish="error", error=sentence, code=code))
+            self._left(request)
 
     def fail_all(self, sentence: str, code: ErrorCode) -> None:
         for request in list(self.live.values()):
@@ -188,19 +203,23 @@ class RequestTable:
         self._resubmit()
 
     def scheduler_down(self) -> None:
-        """Requests wait from here on. One that has now seen ``MAX_DEATHS`` deaths is failed: it may be their cause."""
+        """Requests wait from here on. Those that may be the cause are tried alone, and given up if they are."""
         self._outbox = None
+        self._blame()
         for request in list(self.live.values()):
-            if request.submitted:
-                request.submitted = False
-                request.deaths += 1
-                if request.deaths >= MAX_DEATHS:
-                    self.fail(
-                        request,
-                        f"The engine died {request.deaths} times while it worked on this request, which may be the "
-                        "cause. The request was given up; do not send it again unchanged.",
-                        "internal",
-                    )
+            if request.deaths >= MAX_DEATHS and request.alone >= MAX_DEATHS_ALONE:
+                self.fail(
+                    request,
+                    f"The engine died {request.deaths} times in a row at this point of this request, {request.alone} "
+                    "of them with nothing else to do: the request is taken for the cause and given up. Do not send "
+                    "it again unchanged.",
+                    "internal",
+                )
+                for other in self.live.values():  # the cause is found; should there be another, it takes one death
+                    other.deaths = min(other.deaths, SUSPECT_DEATHS - 1)
+        # Who died alone already first, then those that have yet to show that they run, then by what they have shown.
+        suspects = [request for request in self.live.values() if request.deaths >= SUSPECT_DEATHS]
+        self._suspects = sorted(suspects, key=lambda request: (-request.alone, len(request.output)))
 
     def detokenizer_up(self, generation: int) -> None:
         """A (new) detokenizer is on the way back: what the old one had not passed on is asked for again."""
@@ -234,11 +253,16 @@ class RequestTable:
         if row.finish is None:
             self._observe(request, delta)
             request.deliver(delta)
+            if request is self._trial and len(request.output) - request.stood >= CLEARED_TOKENS:
+                request.deaths = request.alone = 0
+                self._trial = None
+                self._go_on()
             return
         del self.live[request.id]
         if isinstance(row.stop_match, str):
             self._forget(request)  # the scheduler does not know that a stop string came
         self._finish(request, delta)
+        self._left(request)
 
     def _finish(self, request: Request, delta: Delta) -> None:
         request.finished = True
@@ -246,11 +270,55 @@ class RequestTable:
         request.deliver(delta)
         request.news.set()
 
+    # --- who is the cause
+
+    @property
+    def quarantine(self) -> bool:
+        """Whether requests are being tried alone; all others wait."""
+        return self._trial is not None or bool(self._suspects)
+
+    def _blame(self) -> None:
+        """The scheduler has died. The request on trial is the cause, else any that was there may be."""
+        trial, self._trial = self._trial, None
+        there = [request for request in self.live.values() if request.submitted]
+        for request in there:
+            request.submitted = False
+        suspected = there if trial is None else [trial]
+        for request in suspected:
+            if len(request.output) - request.stood >= CLEARED_TOKENS:
+                request.deaths = request.alone = 0
+            request.deaths += 1
+            request.alone += len(suspected) == 1
+            request.stood = len(request.output)
+
+    def _left(self, request: Request) -> None:
+        """``request`` has ended; if it was on trial, the next one is."""
+        if request is self._trial:
+            self._trial = None
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Try the next suspect, or let everyone run."""
+        if self._outbox is None or not self._via:
+            return
+        while self._suspects:
+            request = self._suspects.pop(0)
+            if request.id in self.live:
+                self._trial = request
+                self._submit(request)
+                return
+        for request in list(self.live.values()):
+            if not request.submitted:
+                self._submit(request)
+
     # --- towards the scheduler
 
     def _resubmit(self) -> None:
         for request in list(self.live.values()):
-            self._submit(request)
+            if request.submitted:
+                self._submit(request)
+        if self._trial is None:
+            self._go_on()
 
     def _submit(self, request: Request) -> None:
         if self._outbox is None or not self._via:

@@ -3,7 +3,9 @@
 Encoding is a pure function, so a call that meets the actor's death is simply made again once it is back.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ import anyio
 import actors
 
 from .config import Config
+from .faults import Door, open_door
 from .peers import MODEL, wait_up
 from .service import BadRequest, Unavailable
 from .sources import ModelFiles
@@ -22,6 +25,8 @@ INLINE_CHARS = 2_000
 THREADS = 2  # tokenizing releases the GIL, but the machine has better things to do with its cores
 TRIES = 3
 
+log = logging.getLogger("runtime.tokenizer")
+
 
 def open_tokenizer(files: ModelFiles, config: Config) -> Tokenizer:
     return Tokenizer(files.tokenizer, config.model.chat_template, files.folder)
@@ -29,13 +34,19 @@ def open_tokenizer(files: ModelFiles, config: Config) -> Tokenizer:
 
 async def tokenizer(ctx: actors.Context, config: Config) -> None:
     """The actor. Calls: ``encode``, ``encode_chat`` (ids, or a sentence that says why not), ``decode`` (text)."""
-    ctx.progress("wait for the model files")
-    files = await wait_up(ctx, MODEL, ModelFiles)
+    async with open_door(ctx, config) as door:
+        await _serve(ctx, config, door)
+
+
+async def _serve(ctx: actors.Context, config: Config, door: Door) -> None:
+    files = await wait_up(ctx, MODEL, ModelFiles, "wait for the model files", config.supervision.say_s)
     ctx.progress("load the tokenizer")
     words = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
     threads = anyio.CapacityLimiter(THREADS)
 
     async def work(size: int, function: Any) -> Any:
+        if door.stuck:
+            await anyio.sleep_forever()
         if size <= INLINE_CHARS:
             return function()
         return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=threads)
@@ -73,7 +84,7 @@ def tokenizer_spec(config: Config) -> actors.ChildSpec:
         "tokenizer",
         tokenizer,
         args=(config,),
-        start_timeout=supervision.start_timeout_max_s,  # it waits for the model's files: they have a limit
+        start_timeout=supervision.start_timeout_s,
         start_timeout_max=supervision.start_timeout_max_s,
         stop_timeout=supervision.stop_timeout_s,
     )
@@ -82,9 +93,12 @@ def tokenizer_spec(config: Config) -> actors.ChildSpec:
 class TokenizerProxy:
     """See ``service.TokenizerClient``."""
 
-    def __init__(self, ctx: actors.Context, path: str) -> None:
+    def __init__(self, ctx: actors.Context, path: str, hang_timeout_s: float) -> None:
         self.path = path
         self.up = False
+        self.restart: Callable[[], Awaitable[Any]] | None = None  # what to do about an actor that does not answer
+        self._patience_s = hang_timeout_s or None
+        self._generation = 0
         self._ctx = ctx
         self._back = anyio.Event()
         self._words: Tokenizer | None = None
@@ -93,7 +107,7 @@ class TokenizerProxy:
         """News of the actor at ``path``."""
         self.up = isinstance(notice, actors.Up)
         if isinstance(notice, actors.Up):
-            self._words = notice.value
+            self._words, self._generation = notice.value, notice.generation
             self._back.set()
         else:
             self._back = anyio.Event()
@@ -101,11 +115,22 @@ class TokenizerProxy:
     async def _call(self, method: str, payload: Any) -> Any:
         for _ in range(TRIES):
             await self._back.wait()
+            asked = self._generation
             try:
-                return await self._ctx.call(self.path, method, payload)
+                return await self._ctx.call(self.path, method, payload, self._patience_s)
             except (actors.ActorDied, actors.NoSuchActor):
                 self.up, self._back = False, anyio.Event()
+            except TimeoutError:
+                await self._replace(asked)
         raise Unavailable("The tokenizer died while it worked on this text; try again later.")
+
+    async def _replace(self, asked: int) -> None:
+        """The actor that was asked is stuck: have it started anew, once for all who wait for it."""
+        if asked == self._generation and self.restart is not None:
+            self._generation = 0
+            log.warning("%s gave no answer for %g s; it is started anew", self.path, self._patience_s)
+            with suppress(actors.ActorError):
+                await self.restart()
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]:
         ids: list[int] = await self._call("encode", (text, add_special))

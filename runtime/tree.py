@@ -5,6 +5,7 @@
     ├── model                task      finds, fetches and converts the model's files
     ├── replica0             one_for_all over its ranks
     │   └── scheduler0       process   the step loop
+    ├── standby0             the same once more, idle, ready to take over (supervision.standby)
     ├── detokenizer          task or process
     ├── http                 one_for_one over one listening socket that the root owns
     │   └── frontend0..      task or process   Quart app, request table
@@ -15,6 +16,7 @@ All start at once: who needs another asks for it by path, and waits. A frontend 
 says that it is started when everything behind it is up: so the tree is ready when all of it has started.
 """
 
+import math
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -29,6 +31,7 @@ import actors
 
 from .config import Config
 from .detokenizer import detokenizer
+from .faults import FAULTS, faults
 from .fetch import model
 from .frontend import Frontend, open_frontend
 from .mailbox import DataPlane
@@ -37,6 +40,8 @@ from .peers import DETOKENIZER, METRICS, MODEL, Peers
 
 CLIENT = "client"
 HTTP = "http"
+# What a restart can't mend: the model's files, or what the configuration says of them.
+HOPELESS = ("ModelError", "SourceError", "TokenizerError", "TemplateError")
 # Leaving the block cuts what runs; this is for its error events to get out.
 EXIT_GRACE_S = 0.25
 
@@ -51,7 +56,17 @@ async def client(
         await front.wait_ready()
         ctx.started(front.up)
         await ctx.draining.wait()
-        await front.drain()
+        if ctx.deadline is not None and math.isfinite(ctx.deadline):  # else the tree gave up: nothing to wait for
+            await front.drain()
+
+
+def hopeless(reason: actors.ExitReason) -> bool:
+    return isinstance(reason, actors.Raised) and any(reason.error.matches(name) for name in HOPELESS)
+
+
+def final(reason: actors.ExitReason) -> bool:
+    """A supervisor that gave up has tried; to start it anew would be to begin the tries anew."""
+    return True
 
 
 class Tree:
@@ -88,40 +103,45 @@ def specs(
         "start_timeout_max": s.start_timeout_max_s,
         "stop_timeout": s.stop_timeout_s,
     }
-    limits: dict[str, Any] = {"intensity": s.intensity, "period": s.period_s}
-    # Those who wait for others are bounded by the others' limits.
-    waiting = {**common, "start_timeout": s.start_timeout_max_s}
-    beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s}
+    limits: dict[str, Any] = {"intensity": s.intensity, "period": s.period_s, "give_up_on": final}
+    # Streams wait for those who come back: no pause before the first restart that anybody would notice.
+    common |= {"backoff": actors.Backoff(min=0.05, max=5.0), "give_up_on": hopeless}
+    beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s or None}  # of processes: a task can't be killed
     process = peers.detokenizer_is_process
     tree: list[actors.Spec] = [
-        actors.ChildSpec(METRICS, metrics, overflow="drop-oldest", **common),
+        actors.ChildSpec(METRICS, metrics, args=(config,), overflow="drop-oldest", **common),
         actors.ChildSpec(MODEL, model, args=(config,), **common),
-        actors.SupervisorSpec(
-            "replica0",
-            [
-                actors.ChildSpec(
-                    "scheduler0",
-                    "runtime.rank:scheduler",
-                    args=(config, peers),
-                    where="process",
-                    backend="main-thread",
-                    title="runtime: scheduler0",
-                    **{**common, **beats},
-                )
-            ],
-            strategy="one_for_all",
-            depends_on=(),
-            **limits,
-        ),
+        *[
+            actors.SupervisorSpec(
+                path.partition("/")[0],
+                [
+                    actors.ChildSpec(
+                        path.partition("/")[2],
+                        "runtime.rank:scheduler",
+                        args=(config, peers),
+                        where="process",
+                        backend="main-thread",
+                        title=f"runtime: {path}",
+                        **{**common, **beats},
+                    )
+                ],
+                strategy="one_for_all",
+                depends_on=(),
+                **limits,
+            )
+            for path in peers.engines
+        ],
         actors.ChildSpec(
             DETOKENIZER,
             "runtime.detokenizer:detokenizer" if process else detokenizer,
             args=(config, peers) if process else (config, peers, plane),
             where="process" if process else "task",
             title="runtime: detokenizer" if process else None,
-            **waiting,
+            **{**common, **(beats if process else {})},
         ),
     ]
+    if s.debug_faults:
+        tree.append(actors.ChildSpec(FAULTS, faults, args=(peers,), **common))
     if listener is not None:
         in_process = config.supervision.placement.frontend == "process"
         tree.append(
@@ -136,7 +156,7 @@ def specs(
                         pass_fds=(listener.fileno(),) if in_process else (),
                         drain=True,
                         title=f"runtime: {path}" if in_process else None,
-                        **{**waiting, "stop_timeout": None},
+                        **{**common, **(beats if in_process else {}), "stop_timeout": None},
                     )
                     for path in peers.frontends
                     if path != CLIENT
@@ -147,7 +167,7 @@ def specs(
         )
     if CLIENT in peers.frontends:
         arguments = (config, peers, plane, give)
-        tree.append(actors.ChildSpec(CLIENT, client, args=arguments, drain=True, **{**waiting, "stop_timeout": None}))
+        tree.append(actors.ChildSpec(CLIENT, client, args=arguments, drain=True, **{**common, "stop_timeout": None}))
     return tree
 
 
@@ -171,6 +191,7 @@ async def open_tree(
         config = structs.replace(config, supervision=structs.replace(config.supervision, placement=placement))
     names = [f"{HTTP}/frontend{i}" for i in range(config.http.frontends)] if listener is not None else []
     peers = Peers(
+        standbys=tuple(f"standby{i}/scheduler0" for i in range(config.supervision.standby)),
         frontends=(*names, *([CLIENT] if with_client else [])),
         detokenizer_is_process=config.supervision.placement.detokenizer == "process",
     )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.messages import Abort, Flush, SamplingParams, StepText, Submit, TextRow
-from runtime.requests import MAX_DEATHS, Request, RequestTable
+from runtime.requests import CLEARED_TOKENS, MAX_DEATHS, MAX_DEATHS_ALONE, Request, RequestTable
 from runtime.service import Delta
 
 TOKENS = 12
@@ -149,7 +149,7 @@ def test_every_client_gets_its_text_once(events: list[str]) -> None:
             assert number not in world.live
             assert "".join(f"{t:03d}" for t in tokens).startswith(client.text)
         elif client.ends == ["error"]:
-            assert request.deaths >= MAX_DEATHS
+            assert request.deaths >= MAX_DEATHS and request.alone >= MAX_DEATHS_ALONE
         else:
             assert client.ends == ["length"]
             assert client.tokens == tokens
@@ -158,7 +158,99 @@ def test_every_client_gets_its_text_once(events: list[str]) -> None:
     assert not world.table.live and not world.live
 
 
-def test_a_request_that_is_live_at_every_death_fails_alone() -> None:
+class Outbreak(World):
+    """A scheduler with room for ``slots`` requests, that dies of some when they have so many tokens."""
+
+    def __init__(self, poison: dict[int, int], slots: int) -> None:
+        super().__init__()
+        self.poison, self.slots, self.deaths = poison, slots, 0
+
+    def step(self) -> None:
+        line = list(self.live.items())
+        if any(len(output) == self.poison.get(number, -1) for number, (_, output, _) in line[: self.slots]):
+            self.deaths += 1
+            self.scheduler_dies()
+            return
+        self.live = dict(line[: self.slots])
+        super().step()
+        self.live |= dict(line[self.slots :])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    healthy=st.integers(0, 12),
+    poison=st.dictionaries(st.integers(1, 12), st.integers(0, TOKENS - 1), min_size=1, max_size=2),
+    arrivals=st.lists(st.integers(0, 3), max_size=20),
+    slots=st.integers(1, 16),
+)
+def test_poison_fails_alone(healthy: int, poison: dict[int, int], arrivals: list[int], slots: int) -> None:
+    world = Outbreak(poison, slots)
+    total = max(healthy, max(poison))
+    clients: list[Client] = []
+    world.detokenizer_up()
+    world.scheduler_up()
+    waits = iter(arrivals)
+    for _ in range(100 * TOKENS):
+        if len(clients) == total and all(client.ends for client in clients):
+            break
+        for _ in range(next(waits, total)):
+            if len(clients) < total:
+                clients.append(Client())
+                world.table.open([1], SamplingParams(max_tokens=TOKENS), sink=clients[-1])
+        world.step()
+        world.deliver()
+        world.scheduler_up()
+    for number, client in enumerate(clients, 1):
+        if number in poison:
+            assert client.ends == ["error"]
+        else:
+            assert client.ends == ["length"]
+            assert client.tokens == [token(number, at) for at in range(TOKENS)]
+    # Twice with others, twice alone; what was cleared and turns out guilty at a later token costs others a trial.
+    assert world.deaths <= 4 * len(poison) + 2 * (len(poison) - 1)
+    assert not world.table.quarantine
+
+
+def test_deaths_that_a_request_advances_between_are_not_blamed_on_it() -> None:
+    world = World()
+    client = Client()
+    world.detokenizer_up()
+    world.scheduler_up()
+    world.table.open([1], SamplingParams(max_tokens=TOKENS), sink=client)
+    tokens_a_life = CLEARED_TOKENS
+    while not client.ends:
+        for _ in range(tokens_a_life):
+            world.step()
+            world.deliver()
+        world.scheduler_dies()
+        world.scheduler_up()
+    assert client.ends == ["length"]
+
+
+def test_others_wait_while_one_is_on_trial() -> None:
+    world = World()
+    world.detokenizer_up()
+    world.scheduler_up()
+    clients = [Client(), Client()]
+    first, second = (world.table.open([1], SamplingParams(max_tokens=TOKENS), sink=client) for client in clients)
+    for _ in range(2):
+        world.scheduler_dies()
+        world.scheduler_up()
+    assert set(world.live) == {first.id}
+    late = world.table.open([1], SamplingParams(max_tokens=TOKENS))
+    assert late.id not in world.live
+    first.abort()
+    assert set(world.live) == {second.id}
+    world.detokenizer_dies()
+    world.detokenizer_up()
+    assert set(world.live) == {second.id}
+    for _ in range(CLEARED_TOKENS):
+        world.step()
+        world.deliver()
+    assert set(world.live) == {second.id, late.id}
+
+
+def test_a_request_that_is_alone_at_every_death_fails() -> None:
     world = World()
     poison, healthy = Client(), Client()
     world.detokenizer_up()

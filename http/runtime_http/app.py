@@ -42,6 +42,9 @@ ROUTES: tuple[tuple[str, str, Handler, str], ...] = (
 )
 
 
+DEBUG_ROUTES: tuple[tuple[str, str, Handler, str], ...] = (("/debug/fault", "POST", ops.fault, "key"),)
+
+
 def create_app(service: Service, options: Options | None = None) -> QuartTrio:
     """An app of its own that serves ``service``. ``runtime_http.serve`` runs it; so does any ASGI server on trio."""
     app = QuartTrio("runtime_http", static_folder=None)
@@ -72,7 +75,8 @@ def _front(service: Service, options: Options | None) -> Front:
 
 def _blueprint(front: Front) -> Blueprint:
     found = Blueprint("runtime_http", __name__)
-    for path, methods, handler, needs in ROUTES:
+    debug = front.service.config.supervision.debug_faults
+    for path, methods, handler, needs in (*ROUTES, *(DEBUG_ROUTES if debug else ())):
         found.add_url_rule(path, path, _view(front, handler, needs), methods=methods.split())
     found.register_error_handler(ApiError, _on_api_error(front))
     found.register_error_handler(ServiceError, _on_api_error(front))

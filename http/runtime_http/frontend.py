@@ -1,5 +1,6 @@
 """The HTTP frontend as an actor: the app, the request table and the tokenizer behind one listening socket."""
 
+import math
 import os
 import socket
 
@@ -28,7 +29,8 @@ async def frontend(
     async def drained() -> float:
         """Until the server is to close; connections are taken till then, so that clients and /ready hear a 503."""
         await ctx.draining.wait()
-        deadline = trio.current_time() + config.supervision.drain_timeout_s if ctx.deadline is None else ctx.deadline
+        # Without a deadline it is nobody's wish, but the end of a tree that gave up: there is nothing to wait for.
+        deadline = ctx.deadline if ctx.deadline is not None and math.isfinite(ctx.deadline) else 0.0
         with trio.move_on_at(deadline - 3 * LAST_WORDS_S):
             await front.drain()
             return LAST_WORDS_S  # for the last chunks to get out
@@ -41,7 +43,6 @@ async def frontend(
                 await front.wait_ready()
                 ctx.started(front.up)
 
-            ctx.progress("wait for the engine")
             nursery.start_soon(say_started)
             await serve(front, [listener], shutdown_trigger=drained)
             nursery.cancel_scope.cancel()

@@ -1,6 +1,6 @@
 """The endpoints beside generation: state, models, tokens, cache, aborts."""
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from quart import Response
@@ -106,6 +106,12 @@ async def flush_cache(call: Call) -> Response:
         raise ApiError(501, "This server cannot flush its cache.")
     result = await flush()
     return answer({"flushed": True} | (result if isinstance(result, dict) else {}))
+
+
+async def fault(call: Call) -> Response:
+    """The debug door (``supervision.debug_faults``): provoke a fault in an actor."""
+    await cast(Any, call.front.service).fault(await call.json())
+    return answer({"done": True})
 
 
 async def abort_request(call: Call) -> Response:

@@ -120,7 +120,8 @@ class StreamReply:
             else:
                 for line in response:
                     self._take(line.strip())
-            self.whole = True
+            # An early end of the connection ends the iteration too, but within a chunk or before the last one.
+            self.whole = getattr(response, "chunk_left", None) is None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.failure = f"{type(error).__name__}: {error}"
         finally:

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servekit import Server, StreamReply
+from servekit import Server, StreamReply, descendants
+
+from runtime.names import DEFAULT_SOURCE
+from runtime.sources import resolve
 
 STORY = "Once upon a time there was a small town by the sea, and in it"
 REQUESTS: list[dict[str, Any]] = [
@@ -82,3 +85,51 @@ def test_a_frontend_takes_its_own_connections_only(tmp_path: Path, expected: lis
         assert [outcome(s) for s in ended if s.whole] == [e for e, ok in zip(expected * 3, lived, strict=True) if ok]
         server.wait_metric("runtime_kv_pages", 0, state="used")
         assert server.complete(STORY, max_tokens=4)["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_cause_that_stays_ends_the_server_and_every_stream_hears_of_it(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in Path(resolve(DEFAULT_SOURCE).folder).iterdir():
+        (model / file.name).symlink_to(file)
+    with Server(tmp_path, str(model)) as server:
+        server.wait_ready()
+        stream = server.stream(STORY, model="model", max_tokens=4000, ignore_eos=True)
+        stream.wait_events(3)
+        family = descendants(server.process.pid)
+        (model / "model.safetensors").unlink()
+        kill(server, "replica0/scheduler0")
+        assert stream.wait_end().error is not None and stream.whole
+        assert server.wait_exit() == 1
+        server.wait_gone(family, 2)
+        assert "model.safetensors" in server.log and "not to be retried" in server.log
+
+
+def test_what_is_down_can_be_seen(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        server.wait_ready()
+        kill(server, "replica0/scheduler0")
+        down = server.wait_phase("replica0/scheduler0", lambda actor: actor["state"] != "running")
+        assert down["last_exit"] == "killed by SIGKILL"
+        assert any(reply.status == 503 and reply.json["state"] == "degraded" for reply in server.answers())
+        server.wait_ready()
+        assert server.actors()["replica0/scheduler0"]["restarts"] == 1
+
+
+def test_a_standby_takes_over(tmp_path: Path, expected: list[Any]) -> None:
+    with Server(tmp_path, settings=("supervision.standby=1",)) as server:
+        server.wait_ready()
+        server.wait_phase("standby0/scheduler0", lambda actor: actor["state"] == "running")
+        server.wait_phase("replica0/scheduler0", lambda actor: actor["state"] == "running")
+        for _ in range(3):  # back and forth
+            streams = start(server)
+            for stream in streams:
+                stream.wait_events(3)
+            active = max(
+                ("replica0/scheduler0", "standby0/scheduler0"),
+                key=lambda path: server.metric("runtime_requests_running", source=path),
+            )
+            kill(server, active)
+            assert [outcome(stream) for stream in streams] == expected
+            server.wait_phase(active, lambda actor: actor["state"] == "running")
+        server.wait_metric("runtime_kv_pages", 0, state="used")
