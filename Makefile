@@ -9,13 +9,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help serve test lint clean
+.PHONY: help serve test test-full lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve   serve a small chat model (examples/smollm2.toml)"
 	@echo "make test    check style and types, and run the tests"
 	@echo "make lint    the first half of that"
+	@echo "make test-full  the engine against transformers with nothing left out: an hour or two"
 	@echo "make clean   remove $(VENV)"
 
 serve: $(VENV)/.serve
@@ -23,6 +24,11 @@ serve: $(VENV)/.serve
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+
+# 200 requests on the real model for each page size, chunk size and CPU path, all of them judged by transformers, and 40
+# prompts against its generate. `make test` takes a seeded share of these.
+test-full: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full tests/engine/test_equality.py $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check
@@ -33,13 +39,14 @@ clean:
 	rm -rf $(VENV)
 
 # A stamp file is newer than what it was made from: as long as that is so, nothing is installed.
-$(VENV)/.serve: requirements.txt pyproject.toml
+$(VENV)/.serve: requirements.txt pyproject.toml $(wildcard runtime/engine/native/*.h runtime/engine/native/*.cpp)
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else \
 		"Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d: try make PYTHON=python3.13" % sys.version_info[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) ..."
 	@$(PIP) install --requirement requirements.txt
 	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m runtime.engine.native build || echo "serving works without the native CPU kernels, slower"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.serve requirements-test.txt

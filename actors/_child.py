@@ -27,10 +27,9 @@ def read_exactly(fd: int, size: int) -> bytes:
 def watch_parent(fd: int, grace_s: float) -> None:
     """In a thread: when the parent's end is closed, the loop (which sees it too) has the grace, then all ends at once.
 
-    Ends the whole OS session's group, so that programs that this actor started don't outlive it.
+    Programs that this actor started, its OS session, don't outlive it.
     """
     import select
-    import signal
     import time
 
     poll = select.poll()
@@ -38,7 +37,38 @@ def watch_parent(fd: int, grace_s: float) -> None:
     while not poll.poll():
         pass
     time.sleep(grace_s)
-    os.killpg(0, signal.SIGKILL)
+    end_session(os.getpid())
+    os._exit(1)
+
+
+def end_session(session: int) -> None:
+    """SIGKILL for every process of this OS session but its leader."""
+    for pid in session_members(session):
+        if pid != session:
+            try:
+                os.kill(pid, 9)
+            except (ProcessLookupError, PermissionError):
+                continue
+
+
+def session_members(session: int) -> list[int]:
+    """The processes of an OS session, zombies left out."""
+    members: list[int] = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fd = os.open(f"/proc/{entry}/stat", os.O_RDONLY)
+            except OSError:
+                continue
+            try:
+                state, _, _, sid = os.read(fd, 4096).rpartition(b")")[2].split()[:4]
+            except OSError:
+                continue
+            finally:
+                os.close(fd)
+            if int(sid) == session and state != b"Z":
+                members.append(int(entry))
+    return members
 
 
 def main() -> None:
@@ -46,10 +76,12 @@ def main() -> None:
     os.set_inheritable(fd, False)  # grandchildren must not hold it
     boot(fd)
     import _thread
+    import atexit
     import json
 
     setup = json.loads(read_exactly(fd, int.from_bytes(read_exactly(fd, 4), "big")))
     _thread.start_new_thread(watch_parent, (fd, setup["grace_s"]))
+    atexit.register(end_session, os.getpid())  # registered first, so that it runs last
     import faulthandler
     import signal
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import anyio
 
-from ._child_common import end_session, leave, parent_is_gone, prepare, read_launch, set_title
+from ._child_common import leave, prepare, read_launch, set_title
+from ._events import Event
 from ._exit import ExitReason, Lost, Progress
 from ._hub import Hub, PendingCall
 from ._incarnation import Incarnation
-from ._launcher import LocalLauncher
+from ._launcher import Launcher, LocalLauncher
 from ._link import Link
 from ._peer import Peer
 from ._runner import Environment, nested_snapshots
@@ -30,12 +31,14 @@ from ._wire import (
     Parcel,
     Phase,
     ProtocolError,
+    Reported,
     Started,
     Stop,
     Tree,
     dump,
     encode_snapshots,
     portable,
+    portable_event,
 )
 
 BEAT_EVERY_S = 0.05
@@ -50,12 +53,9 @@ def run(fd: int, setup: dict[str, Any]) -> None:
     target, args = prepare(sock, launch)
 
     async def main() -> ExitReason:
-        environment = Environment(LocalLauncher())
-        return await ProcessMain(sock, launch, target, args, environment).run(reader, early)
+        return await ProcessMain(sock, launch, target, args, LocalLauncher()).run(reader, early)
 
     reason = anyio.run(main, backend=launch.backend)
-    if parent_is_gone(sock):
-        end_session()
     leave(reason)
 
 
@@ -68,7 +68,7 @@ class ProcessMain:
         launch: Launch,
         target: Callable[..., Any],
         args: tuple[Any, ...],
-        environment: Environment,
+        launcher: Launcher,
     ) -> None:
         self._launch = launch
         self._link = Link(sock, lambda: self._peer.flush_taken())
@@ -89,7 +89,7 @@ class ProcessMain:
             args,
             hub=self._hub,
             observer=self,
-            environment=environment,
+            environment=Environment(launcher, lambda event: self._send(Reported(portable_event(event)))),
             drain=launch.drain,
             mailbox=launch.mailbox,
             overflow=launch.overflow,  # type: ignore[arg-type]
@@ -145,6 +145,9 @@ class ProcessMain:
 
     def failed_start(self, actor: Incarnation, reason: ExitReason) -> None:
         pass  # the parent keeps the time
+
+    def reported(self, event: Event) -> None:
+        self._send(Reported(event))
 
     def stuck(self, actor: Incarnation, text: str) -> None:
         pass  # the parent kills

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -67,6 +65,10 @@ def prepare(sock: socket.socket, launch: Launch) -> tuple[Callable[..., Any], tu
 
 
 def convert_args(target: Callable[..., Any], args: list[Any]) -> tuple[Any, ...]:
+    if not args:
+        return ()
+    import inspect
+
     parameters = list(inspect.signature(target).parameters.values())[1:]
     hints = get_type_hints(target)
     for at, (parameter, arg) in enumerate(zip(parameters, args, strict=False)):
@@ -90,26 +92,14 @@ def not_started() -> ExitReason:
 
 def leave(reason: ExitReason) -> NoReturn:
     """End the process, after its bye: the interpreter's own end still runs, but the verdict is out."""
+    sys.exit(exit_code(reason))
+
+
+def exit_code(reason: ExitReason) -> int:
     match reason:
         case Returned() | Stopped():
-            code = 0
-        case Exited(given):
-            code = given
+            return 0
+        case Exited(code):
+            return code
         case _:
-            code = 1
-    sys.exit(code)
-
-
-def parent_is_gone(sock: socket.socket) -> bool:
-    try:
-        sock.setblocking(False)
-        return sock.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def end_session() -> None:
-    """Without a parent, nobody else will end the programs that this actor started."""
-    os.killpg(0, signal.SIGKILL)
+            return 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from ._child_common import end_session, leave, not_started, parent_is_gone, prepare, read_launch, reason_of, set_title
+from ._child_common import leave, not_started, prepare, read_launch, reason_of, set_title
 from ._exit import ExitReason, Returned, Stopped
 from ._thread_context import ThreadContext
 
@@ -28,6 +28,4 @@ def run(fd: int, setup: dict[str, Any]) -> None:
     if context.stopped_by is not None:
         reason = Stopped(context.stopped_by, how, "" if how == "returned" else str(reason))
     context.finish(reason)
-    if parent_is_gone(sock):
-        end_session()
     leave(reason)

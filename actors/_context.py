@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
+from msgspec import Struct
 
 from ._exit import Progress
 from ._hub import Hub, News
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from ._task import TaskActor
 
 
-@dataclass(frozen=True, slots=True)
-class CallInfo:
+class CallInfo(Struct, frozen=True):
     """Who calls, and until when (anyio.current_time clock) the answer is of use."""
 
     method: str

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from ._exit import ExitReason, is_abnormal
 from ._spec import Spec, Strategy, SupervisorSpec, check_child
@@ -22,13 +23,11 @@ Status: TypeAlias = Literal["down", "starting", "running", "stopping"]
 
 
 # -- actions ---
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True):
     """Also sent again with an earlier deadline."""
 
     name: str
@@ -36,13 +35,11 @@ class Stop:
     by: str
 
 
-@dataclass(frozen=True, slots=True)
-class AllStarted:
+class AllStarted(Struct, frozen=True):
     """Once: every child of the first hour is up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(Struct, frozen=True):
     """For reports: what follows from a child's end. next: "restart", "stays down", "give up", "stopped", "removed"."""
 
     name: str
@@ -52,8 +49,7 @@ class Decided:
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, frozen=True):
     """The child is forgotten: stopped for good, or its first start on a running supervisor failed."""
 
     name: str
@@ -61,8 +57,7 @@ class Removed:
     failed_start: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """All children are down and stay so. cause: "stop", "auto_shutdown", "start_failed", "limit", "give_up"."""
 
     cause: str
@@ -74,8 +69,7 @@ class Finished:
 Action: TypeAlias = Start | Stop | AllStarted | Decided | Removed | Finished
 
 
-@dataclass(slots=True)
-class Child:
+class Child(Struct, eq=False):
     spec: Spec
     depends_on: tuple[str, ...]
     first_hour: bool  # part of the supervisor's own start
@@ -103,21 +97,20 @@ class Child:
         return self.status == "running" or (self.status == "down" and not self.want)
 
 
-@dataclass(slots=True)
-class Core:
+class Core(Struct, eq=False):
     """Give it events through its methods; carry out the actions they return, in order."""
 
     spec: SupervisorSpec
     draw: Callable[[], float]  # a share in [0, 1) for the jitter
-    children: dict[str, Child] = field(default_factory=dict)
+    children: dict[str, Child] = {}
     started: bool = False
     ending: Finished | None = None
     finished: bool = False
     deadline: float = math.inf
-    deaths: list[tuple[float, str, ExitReason]] = field(default_factory=list)
+    deaths: list[tuple[float, str, ExitReason]] = []
     _healthy_s: float = 0.0  # the clock on which deaths age
     _seen_at: float = math.nan
-    _actions: list[Action] = field(default_factory=list)
+    _actions: list[Action] = []
 
     # -- events ---
     def begin(self, now: float) -> list[Action]:
@@ -220,6 +213,7 @@ class Core:
             self._remove(child, reason, failed_start=not child.ever_started)
         else:
             self._decide(child, reason, "restart" if child.want and self.ending is None else "stopped")
+            self._forget_if_done(child, reason)
 
     def _on_death(self, child: Child, reason: ExitReason, in_start: bool, now: float) -> None:
         """It ended by itself."""
@@ -243,6 +237,7 @@ class Core:
             self._decide(child, reason, "stays down")
             if spec.significant:
                 self._auto_shutdown()
+            self._forget_if_done(child, reason)
             return
         if spec.give_up_on is not None and spec.give_up_on(reason):
             self._decide(child, reason, "give up")
@@ -308,6 +303,11 @@ class Core:
             other.depends_on = tuple(name for name in other.depends_on if name != child.name)
             other.waits_on -= {child.name}
         self._actions.append(Removed(child.name, reason, failed_start))
+
+    def _forget_if_done(self, child: Child, reason: ExitReason) -> None:
+        """A temporary child of a pool leaves nothing behind when it has ended; its name is free again."""
+        if child.spec.restart == "temporary" and not child.first_hour and self.ending is None:
+            self._remove(child, reason, failed_start=False)
 
     def _decide(self, child: Child, reason: ExitReason, what: str, delay_s: float = 0.0) -> None:
         self._actions.append(Decided(child.name, reason, what, delay_s, len(self.deaths)))

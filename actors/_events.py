@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from ._exit import ExitReason, Progress
 
@@ -13,8 +14,7 @@ EventKind: TypeAlias = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """`next` and `delay_s` say what follows an exit: "restart" (after the delay), "stays down", "give up", "stopped" or
     "removed"; `count` is the number of deaths that the supervisor counts at the moment."""
 

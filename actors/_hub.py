@@ -6,18 +6,20 @@ Every process has one hub. It knows the actors of its own process (local endpoin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import anyio
 import anyio.lowlevel
+from msgspec import Struct
 
 from ._errors import ActorDied, ActorError, CallTimeout, MailboxFull, NoSuchActor, RemoteError
 from ._exit import ExitReason, Lost
 from ._mailbox import OnTaken, Parked
 from ._wire import CallError, Parcel
 
+FORGOTTEN_KEPT = 4096
 CANCEL_GRACE_S = 0.5
 CASTS_PER_YIELD = 64  # a sender that never yields would never let its messages go
 
@@ -59,8 +61,7 @@ class PendingCall:
             self.cancel_hook()
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(Struct, frozen=True):
     """An actor is up with `value`, or down for `reason`."""
 
     path: str
@@ -116,6 +117,7 @@ class Hub:
         self.on_change: Callable[[], None] | None = None
         self.lost_casts: dict[str, int] = {}
         self._casts = 0
+        self._forgotten: deque[str] = deque()
         self._ended: dict[str, tuple[int, ExitReason]] = {}
         self._last: dict[str, News] = {}
         self._watched: dict[str, _Watched] = {}
@@ -150,6 +152,15 @@ class Hub:
         for path, watched in list(self._watched.items()):
             if path.startswith(endpoint.path + "/") and watched.last is not None and watched.last.reason is None:
                 self._spread(News(path, watched.last.generation, Parcel(), reason))
+
+    def forget(self, path: str) -> None:
+        """The child at `path` was removed. What is known of the last few thousand of them is kept, for stale refs."""
+        self._forgotten.append(path)
+        if len(self._forgotten) > FORGOTTEN_KEPT:
+            oldest = self._forgotten.popleft()
+            if oldest not in self.endpoints and oldest not in self._forgotten:
+                for table in (self.generations, self.lost_casts, self._ended, self._last):
+                    table.pop(oldest, None)
 
     def _behind(self, path: str) -> Endpoint | None:
         """The process below this one that holds `path`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Protocol
 
+from ._events import Event
 from ._exit import ExitReason, Progress
 
 
@@ -58,6 +59,9 @@ class Observer(Protocol):
 
     def failed_start(self, actor: Incarnation, reason: ExitReason) -> None:
         """The verdict on a start is known; the remains are still being cleared away."""
+
+    def reported(self, event: Event) -> None:
+        """From a supervisor inside it."""
 
     def stuck(self, actor: Incarnation, text: str) -> None:
         """It can't be ended; `text` says what was tried and where it hangs."""

@@ -14,19 +14,19 @@ import socket
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import anyio
+from msgspec import Struct
 
+from ._child import end_session
 from ._spec import ChildSpec
 
 _CHILD = str(Path(__file__).with_name("_child.py"))
 
 
-@dataclass(frozen=True, slots=True)
-class ExitStatus:
+class ExitStatus(Struct, frozen=True):
     """What the kernel says about a process that has ended: a code or a signal, or neither if someone else took it."""
 
     code: int | None = None
@@ -155,10 +155,7 @@ class LocalProcess:
         """The leader is ours and not reaped, so that no other session can have its number."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        for pid in session_members(self.pid):
-            if pid != self.pid:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+        end_session(self.pid)
 
     def reap(self) -> None:
         self._kill_session()
@@ -202,18 +199,3 @@ class LocalProcess:
 
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1  # see _child.py
-
-
-def session_members(session: int) -> list[int]:
-    """The processes of an OS session, zombies left out."""
-    members: list[int] = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                with open(f"/proc/{entry.name}/stat", "rb") as file:
-                    state, _, _, sid = file.read().rpartition(b")")[2].split()[:4]
-            except OSError:
-                continue
-            if int(sid) == session and state != b"Z":
-                members.append(int(entry.name))
-    return members

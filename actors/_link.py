@@ -90,7 +90,7 @@ class Link:
             if self._partial:
                 self._partial = self._write(self._partial)
                 if self._partial:
-                    await anyio.wait_writable(self._sock)
+                    await self._wait_writable()
                 else:
                     await anyio.lowlevel.checkpoint()
             else:
@@ -104,7 +104,13 @@ class Link:
         while not self.closed and (self._partial or self._urgent or self._bulk):
             self._partial = self._write(self._gather())
             if self._partial:
-                await anyio.wait_writable(self._sock)
+                await self._wait_writable()
+
+    async def _wait_writable(self) -> None:
+        try:
+            await anyio.wait_writable(self._sock)
+        except anyio.ClosedResourceError:
+            self.closed = True
 
     async def read(
         self, on_frame: Callable[[AnyFrame], None], *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
@@ -115,7 +121,10 @@ class Link:
             try:
                 data = self._sock.recv(_READ_BYTES)
             except BlockingIOError:
-                await anyio.wait_readable(self._sock)
+                try:
+                    await anyio.wait_readable(self._sock)
+                except anyio.ClosedResourceError:
+                    return
                 continue
             except OSError:
                 return

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from msgspec import Struct
 
 from ._exit import ExitReason
 
 
-@dataclass(frozen=True, slots=True)
-class Up:
+class Up(Struct, frozen=True):
     """The actor at `path` has started; `value` is what it said with `started(value)`."""
 
     path: str
@@ -17,8 +17,7 @@ class Up:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Down:
+class Down(Struct, frozen=True):
     """The actor at `path` that was up is down. Exactly one per generation that was up."""
 
     path: str
@@ -26,22 +25,19 @@ class Down:
     reason: ExitReason
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(Struct, frozen=True):
     """A message for a main-thread actor."""
 
     payload: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Struct, frozen=True):
     """Finish what is in work, take nothing new; a Stop follows. `deadline` is on the time.monotonic clock."""
 
     deadline: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True):
     """End now; at `deadline` (time.monotonic clock) the process is killed."""
 
     deadline: float | None

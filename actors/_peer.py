@@ -14,9 +14,7 @@ from ._hub import Hub, News, PendingCall
 from ._link import Link
 from ._mailbox import OnTaken, Parked
 from ._remote import capture
-from ._wire import AnyFrame, Call, CallError, Cancel, Cast, Parcel, Reply, Taken, Told, Unwatch, Watch, portable
-
-WINDOW = 512  # casts per path that may be on their way over one link
+from ._wire import WINDOW, AnyFrame, Call, CallError, Cancel, Cast, Parcel, Reply, Taken, Told, Unwatch, Watch, portable
 
 
 class _Lane:

@@ -27,6 +27,7 @@ from ._wire import (
     Launch,
     Phase,
     ProtocolError,
+    Reported,
     Started,
     Stop,
     Tree,
@@ -179,7 +180,7 @@ class ProcessActor:
     def _stop_verdict(self, status: ExitStatus | None, by: str) -> ExitReason:
         if status is None:
             return Stopped(by, "stuck", "it can't be killed")
-        if self._killed_at is not None:
+        if self._killed_at is not None and self._bye is None:
             late = self._killed_at - self._stop_at
             return Stopped(by, "killed", f"after {late:.1f} s" if self._reached_target else "before its target ran")
         match self._bye:
@@ -228,7 +229,9 @@ class ProcessActor:
                 self._on_started(value)
             case Beat(phase):
                 self._beat_at = anyio.current_time()
-                self.phase = phase
+                if phase != self.phase:  # another limit holds, maybe an earlier one
+                    self.phase = phase
+                    self._clock_wake.set()
                 self._observer.beat(self)
             case Bye(reason):
                 self._bye = reason
@@ -240,6 +243,8 @@ class ProcessActor:
                 self.tree = decode_snapshot(snapshot)
                 self.tree_at = anyio.current_time()
                 self._hub.changed()
+            case Reported(event):
+                self._observer.reported(event)
             case Generation(path, number):
                 self._hub.note_generation(path, number)
             case _:
@@ -313,7 +318,7 @@ class ProcessActor:
                     limit = round(self._start_deadline - self._begun_at, 3)
                     self._decided = StartTimeout(self.phase, self.progress, limit)
                     self._observer.failed_start(self, self._decided)
-                    await self._take_stacks()
+                    await self.thread_stacks()
                     self._kill_by(0.0)
                     continue
             elif alive:
@@ -321,7 +326,7 @@ class ProcessActor:
                 until = min(until, hang_at)
                 if now >= hang_at:
                     silent, phase = now - self._beat_at, self.phase
-                    stacks = await self._take_stacks()
+                    stacks = await self.thread_stacks()
                     self._decided = Unresponsive(round(silent, 3), phase, stacks)
                     self._kill_by(0.0)
                     continue
@@ -329,7 +334,8 @@ class ProcessActor:
             with anyio.move_on_at(until):
                 await self._clock_wake.wait()
 
-    async def _take_stacks(self) -> str:
+    async def thread_stacks(self) -> str:
+        """The stacks of all its threads, taken by a signal, so also when stuck. They go to the stderr tail too."""
         assert self._process is not None
         stacks = await self._process.dump_stacks(STACKS_TIMEOUT_S)
         if not stacks:
@@ -366,10 +372,9 @@ class ProcessActor:
         drains = self._spec.drain and self.started_at is not None
         self.state = State.DRAINING if drains else State.STOPPING
         budget = max(deadline - now, 0.0)
-        budget -= (
-            min(0.5, budget / 10) if math.isfinite(budget) else 0.0
-        )  # what is below it is gone before it is killed
-        self._link.send(Stop(by, None if math.isinf(budget) else budget, drains))
+        # A little less for the child: what is below it must be gone before it is killed itself.
+        budget_s = None if math.isinf(budget) else budget - min(0.5, budget / 10)
+        self._link.send(Stop(by, budget_s, drains))
         self._kill_at = min(self._kill_at, deadline)
         if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
             self._kill_by(FAILED_START_GRACE_S)

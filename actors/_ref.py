@@ -9,9 +9,12 @@ import anyio
 import anyio.lowlevel
 
 from ._context import Watch
-from ._errors import ActorError, NoSuchActor
+from ._errors import ActorError, CallTimeout, NoSuchActor
 from ._hub import Hub
 from ._notices import Down
+from ._process import ProcessActor
+
+STACKS_TIMEOUT_S = 1.0
 
 if TYPE_CHECKING:
     from ._runner import Runner, Slot
@@ -59,6 +62,16 @@ class Ref:
             if isinstance(notice, Down) and notice.generation >= self.generation:
                 return notice
         raise AssertionError("a watch has no end")
+
+    async def stacks(self) -> str:
+        """Where the actor is: its tasks, as its loop tells; all its threads, if the loop does not answer."""
+        try:
+            text = await self._hub.call(self.path, "$stacks", None, STACKS_TIMEOUT_S, generation=self.generation)
+            return str(text)
+        except CallTimeout:
+            _, slot = self._owner()
+            actor = None if slot is None else slot.incarnation
+            return await actor.thread_stacks() if isinstance(actor, ProcessActor) else "its loop does not answer"
 
     async def stop(self, timeout: float | None = None) -> None:
         """Stop the actor and forget its spec; returns when it is gone. Cancelled, the stop goes on."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
+from msgspec import Struct
 
 from . import _core
 from ._core import Core
@@ -28,13 +28,12 @@ from ._task import TaskActor
 from ._wire import Parcel
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
+class Environment(Struct, frozen=True):
     """What all supervisors of one process share."""
 
     launcher: Launcher
     on_event: OnEvent | None = None
-    random: random.Random = field(default_factory=random.Random)
+    draw: Callable[[], float] = random.random  # for the backoff's jitter
     on_interrupt: Callable[[KeyboardInterrupt], None] | None = None
 
     def interrupt(self, exc: KeyboardInterrupt) -> None:
@@ -95,7 +94,7 @@ class Runner:
         self.started = anyio.Event()  # all up, or ended before
         self.ended = anyio.Event()
         self.finished: _core.Finished | None = None
-        self.core = Core(spec, environment.random.random)
+        self.core = Core(spec, environment.draw)
         self._observer = observer
         self._tasks: TaskGroup | None = None
         self._timer_wake = anyio.Event()
@@ -173,7 +172,7 @@ class Runner:
         if self._tasks is None or self.core.ending is not None:
             raise ActorClosed(f"supervisor {self.path or 'root'!r} is stopping; it starts nothing more")
         self._carry_out(self.core.add(spec, anyio.current_time()))
-        return self.slots[spec.name]
+        return self._slot(spec.name)
 
     async def stop_slot(self, slot: Slot, deadline: float, by: str) -> None:
         """Stop a child for good and wait until it is gone. Cancelled, the stop goes on."""
@@ -206,8 +205,11 @@ class Runner:
                 case _core.Decided():
                     self._decided(action)
                 case _core.Removed(name):
-                    self._slot(name).gone = True
-                    self.slots.pop(name).notify()
+                    if name in self.slots:
+                        slot = self.slots.pop(name)
+                        slot.gone = True
+                        slot.notify()
+                        self.hub.forget(slot.path)
                 case _core.AllStarted():
                     self.started_at = anyio.current_time()
                     self.state = State.RUNNING
@@ -257,7 +259,7 @@ class Runner:
             slot.path,
             slot.generation,
             spec.target if callable(spec.target) else import_later(spec.target),
-            spec.args,
+            tuple(spec.args),
             hub=self.hub,
             observer=self,
             environment=self.environment,
@@ -315,6 +317,10 @@ class Runner:
 
     def failed_start(self, actor: Incarnation, reason: ExitReason) -> None:
         self._report("failed_start", actor.path, self._slot_of(actor), reason=reason)
+
+    def reported(self, event: Event) -> None:
+        if self.environment.on_event is not None:
+            self.environment.on_event(event)
 
     def stuck(self, actor: Incarnation, text: str) -> None:
         self._report("stuck", actor.path, self._slot_of(actor), text=text)

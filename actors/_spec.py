@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from ._errors import SpecError
 from ._exit import ExitReason
 from ._wire import dump
 
+_COROUTINE = 0x80  # inspect.CO_COROUTINE; that module takes its time to import
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|file:.+\.py:[A-Za-z_]\w*")
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 Restart: TypeAlias = Literal["permanent", "transient", "temporary"]
 Strategy: TypeAlias = Literal["one_for_one", "one_for_all", "rest_for_one"]
@@ -38,8 +38,7 @@ def _positive(spec: str, **values: float | None) -> None:
             raise SpecError(f"{spec}: {what} must be at least 0, not {value!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
+class Backoff(Struct, frozen=True):
     """Delay before the n-th restart in a row: `min * factor**(n-1)` up to `max`, times a random share with full jitter.
 
     The count starts anew after the actor ran for max(period of the supervisor, 10 times its last delay).
@@ -62,84 +61,61 @@ class Backoff:
         return full if self.jitter == "none" else full * share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Common:
+class _Named(Struct, frozen=True):
+    name: str
+
+
+class _Common(_Named, frozen=True, kw_only=True):
     """What task actors, process actors and supervisors have in common as children."""
 
-    name: str
     restart: Restart = "permanent"
     significant: bool = False
-    depends_on: tuple[str, ...] | None = None
-    stop_timeout: float | None = 5.0
+    depends_on: tuple[str, ...] | None = None  # None: on all earlier siblings
     backoff: Backoff = Backoff()
     give_up_on: GiveUpOn | None = None
 
-    def _check_common(self) -> None:
+    def _check_common(self, stop_timeout: float | None) -> None:
         if not _NAME.fullmatch(self.name):
             raise SpecError(f"{self.name!r} is no actor name: it may hold letters, digits, '_', '.' and '-' only")
         _one_of(self.name, "restart", self.restart, ("permanent", "transient", "temporary"))
-        _positive(self.name, stop_timeout=self.stop_timeout)
+        _positive(self.name, stop_timeout=stop_timeout)
         if self.significant and self.restart == "permanent":
             raise SpecError(f"{self.name}: a permanent child is always restarted, so it can't be significant")
         if self.depends_on is not None:
-            object.__setattr__(self, "depends_on", tuple(self.depends_on))
+            force_setattr(self, "depends_on", tuple(self.depends_on))
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class ChildSpec(_Common):
-    """One actor: a task in its supervisor's process, or a process of its own (see the README for every field)."""
-
-    target: Callable[..., Any] | str
-    args: tuple[Any, ...] = ()
+class _ChildOptions(_Common, frozen=True, kw_only=True):
     where: Literal["task", "process"] = "task"
     backend: Literal["trio", "asyncio", "main-thread"] = "trio"
-    start_timeout: float = 30.0
-    start_timeout_max: float = 600.0
+    start_timeout: float = 30.0  # seconds without progress
+    start_timeout_max: float = 600.0  # seconds, whatever the progress
+    stop_timeout: float | None = 5.0  # for drain and cancel together; None: what is left of the parent's deadline
     drain: bool = False
-    hang_timeout: float | None = None
-    hang_timeouts: Mapping[str, float] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
+    hang_timeout: float | None = None  # seconds without a beat, unless `hang_timeouts` has its phase
+    hang_timeouts: Mapping[str, float] = {}
+    env: Mapping[str, str] = {}  # added to this process's
     cpus: tuple[int, ...] | None = None
     nice: int | None = None
     title: str | None = None
-    pass_fds: tuple[int, ...] = ()
-    mailbox: int = 1024
+    pass_fds: tuple[int, ...] = ()  # inheritable copies under the same numbers, as for listening sockets
+    mailbox: int = 1024  # casts
     overflow: Overflow = "wait"
 
-    def __init__(
-        self,
-        name: str,
-        target: Callable[..., Any] | str,
-        args: Sequence[Any] = (),
-        *,
-        where: Literal["task", "process"] = "task",
-        backend: Literal["trio", "asyncio", "main-thread"] = "trio",
-        restart: Restart = "permanent",
-        significant: bool = False,
-        depends_on: tuple[str, ...] | None = None,
-        start_timeout: float = 30.0,
-        start_timeout_max: float = 600.0,
-        stop_timeout: float | None = 5.0,
-        drain: bool = False,
-        hang_timeout: float | None = None,
-        hang_timeouts: Mapping[str, float] = _EMPTY,
-        backoff: Backoff = Backoff(),
-        give_up_on: GiveUpOn | None = None,
-        env: Mapping[str, str] = _EMPTY,
-        cpus: tuple[int, ...] | None = None,
-        nice: int | None = None,
-        title: str | None = None,
-        pass_fds: tuple[int, ...] = (),
-        mailbox: int = 1024,
-        overflow: Overflow = "wait",
-    ) -> None:
-        given = {**locals(), "args": tuple(args), "hang_timeouts": dict(hang_timeouts), "env": dict(env)}
-        for key in self.__dataclass_fields__:
-            object.__setattr__(self, key, given[key])
-        self._check()
 
-    def _check(self) -> None:
-        self._check_common()
+class ChildSpec(_ChildOptions, frozen=True):
+    """One actor: a task in its supervisor's process, or a process of its own.
+
+    `target` is an async function of a Context and `args`; for backend "main-thread" a plain function of a
+    ThreadContext; or "package.module:function", imported where it runs. Raises SpecError.
+    """
+
+    target: Callable[..., Any] | str
+    args: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        self._check_common(self.stop_timeout)
+        force_setattr(self, "args", tuple(self.args))
         _one_of(self.name, "where", self.where, ("task", "process"))
         _one_of(self.name, "backend", self.backend, ("trio", "asyncio", "main-thread"))
         _one_of(self.name, "overflow", self.overflow, ("wait", "fail", "drop-oldest"))
@@ -165,11 +141,11 @@ class ChildSpec(_Common):
     def _check_process(self) -> None:
         if not isinstance(self.target, str):
             path = target_path(self.target)
-            is_async = inspect.iscoroutinefunction(self.target)
+            is_async = bool(self.target.__code__.co_flags & _COROUTINE)
             if is_async != (self.backend != "main-thread"):
                 wanted = "a plain function" if self.backend == "main-thread" else "an async function"
                 raise SpecError(f"{self.name}: backend {self.backend!r} needs {wanted} as its target")
-            object.__setattr__(self, "target", path)
+            force_setattr(self, "target", path)
         for at, arg in enumerate(self.args):
             try:
                 dump(arg)
@@ -196,43 +172,26 @@ def target_path(function: Callable[..., Any]) -> str:
     return f"file:{Path(file).resolve()}:{name}"
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class SupervisorSpec(_Common):
-    """A supervisor as a child of another one. `stop_timeout=None` is what is left of the parent's deadline."""
-
-    children: tuple[ChildSpec | SupervisorSpec, ...] = ()
+class _SupervisorOptions(_Common, frozen=True, kw_only=True):
     strategy: Strategy = "one_for_one"
-    intensity: int = 3
+    intensity: int = 3  # deaths within `period` seconds that are restarted
     period: float = 60.0
     auto_shutdown: AutoShutdown = "never"
+    stop_timeout: float | None = None
 
-    def __init__(
-        self,
-        name: str,
-        children: Sequence[ChildSpec | SupervisorSpec] = (),
-        *,
-        strategy: Strategy = "one_for_one",
-        intensity: int = 3,
-        period: float = 60.0,
-        auto_shutdown: AutoShutdown = "never",
-        restart: Restart = "permanent",
-        significant: bool = False,
-        depends_on: tuple[str, ...] | None = None,
-        stop_timeout: float | None = None,
-        backoff: Backoff = Backoff(),
-        give_up_on: GiveUpOn | None = None,
-    ) -> None:
-        given = {**locals(), "children": tuple(children)}
-        for key in self.__dataclass_fields__:
-            object.__setattr__(self, key, given[key])
-        self._check_common()
-        _one_of(name, "strategy", strategy, ("one_for_one", "one_for_all", "rest_for_one"))
-        _one_of(name, "auto_shutdown", auto_shutdown, ("never", "any_significant", "all_significant"))
-        _positive(name, intensity=intensity, period=period)
-        seen: list[Spec] = []
-        for child in self.children:
-            check_child(child, seen, auto_shutdown)
-            seen.append(child)
+
+class SupervisorSpec(_SupervisorOptions, frozen=True):
+    """A supervisor as a child of another one. `stop_timeout=None` is what is left of the parent's deadline."""
+
+    children: Sequence[ChildSpec | SupervisorSpec] = ()
+
+    def __post_init__(self) -> None:
+        self._check_common(self.stop_timeout)
+        force_setattr(self, "children", tuple(self.children))
+        _one_of(self.name, "strategy", self.strategy, ("one_for_one", "one_for_all", "rest_for_one"))
+        _one_of(self.name, "auto_shutdown", self.auto_shutdown, ("never", "any_significant", "all_significant"))
+        _positive(self.name, intensity=self.intensity, period=self.period)
+        check(self.children, self.auto_shutdown)
 
 
 Spec: TypeAlias = ChildSpec | SupervisorSpec

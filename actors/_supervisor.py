@@ -196,7 +196,7 @@ def open_supervisor(
     def interrupt(exc: KeyboardInterrupt) -> None:
         supervisor.interrupt(exc)
 
-    environment = Environment(launcher or LocalLauncher(), on_event, random.Random(seed), interrupt)
+    environment = Environment(launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
     hub = Hub()
     runner = Runner(spec, "", hub=hub, environment=environment)
     supervisor = Supervisor(runner)

@@ -19,6 +19,7 @@ from ._incarnation import Observer, State
 from ._mailbox import Mailbox, OnTaken, Parked
 from ._remote import capture
 from ._spec import Overflow
+from ._stacks import task_stacks
 from ._wire import CallError, Parcel
 
 CANCEL_SHARE_S = 1.0  # of a stop's budget, what is kept for the cancel stage after a drain
@@ -76,6 +77,7 @@ class TaskActor:
         self._stopped_by: str | None = None
         self._timed_out: StartTimeout | None = None
         self._how = "cancelled"
+        self._task_id = 0
         self._clock_wake = anyio.Event()
 
     # -- life ---
@@ -102,7 +104,7 @@ class TaskActor:
         return reason
 
     async def _run_target(self) -> ExitReason:
-        self._how = "cancelled"
+        self._task_id = anyio.get_current_task().id
         value: Any = None
         try:
             async with anyio.create_task_group() as tasks:
@@ -134,7 +136,8 @@ class TaskActor:
             self._raised(exc)
             self.environment.interrupt(exc)
         except BaseException as exc:
-            if scope.cancel_called or not type(exc).__module__.startswith("asyncio"):
+            cancelled = scope.cancel_called or anyio.current_effective_deadline() == -math.inf
+            if cancelled or not type(exc).__module__.startswith("asyncio"):
                 raise
             self._raised(exc)  # asyncio only: someone cancelled the task itself, or the target raised it
 
@@ -207,9 +210,8 @@ class TaskActor:
         return len(self.mailbox)
 
     def stacks(self) -> str:
-        from ._stacks import loop_stacks
-
-        return loop_stacks(self)
+        """Where the tasks of this actor are."""
+        return task_stacks(self._task_id)
 
     # -- what the context passes on ---
     def _extend_start(self) -> None:
@@ -259,6 +261,8 @@ class TaskActor:
             self._tasks.start_soon(self._answer, call, handler)
         elif call.method == "$cast":
             self._cast_call(call)
+        elif call.method == "$stacks":
+            call.finish(Parcel(self.stacks()))
         elif self.started_at is None:
             self._early.append(call)
             call.cancel_hook = lambda: self._drop_early(call)

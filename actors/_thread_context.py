@@ -16,9 +16,10 @@ from typing import Any
 from ._errors import ActorError
 from ._exit import ExitReason, Lost, Progress, RemoteErrorData
 from ._notices import Cast, Down, Drain, Notice, Stop, Up
-from ._peer import WINDOW
 from ._remote import capture
+from ._stacks import thread_stacks
 from ._wire import (
+    WINDOW,
     AnyFrame,
     Beat,
     Bye,
@@ -315,6 +316,9 @@ class ThreadContext:
         if call.method == "$cast":
             with self._lock:
                 self._offer(call, load(call.payload))
+            return
+        if call.method == "$stacks":
+            self._post(Reply(call.id, dump(thread_stacks())))
             return
         with self._lock:
             handler = self._handlers.get(call.method)

@@ -5,7 +5,6 @@ Frames are arrays tagged with their kind. Values travel as bytes inside them, so
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import importlib
 import struct
@@ -15,10 +14,12 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from ._events import Event
 from ._exit import ExitReason, Progress, Raised, RemoteErrorData, Returned
 from ._snapshot import Snapshot
 
 MAIN_SCRIPT = "__actors_main__"
+WINDOW = 512  # casts per path that may be on their way over one link
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
 
@@ -57,6 +58,12 @@ class Tree(Frame, frozen=True, tag="tree"):
     """The snapshot (encoded) of what is supervised inside the child."""
 
     snapshot: bytes
+
+
+class Reported(Frame, frozen=True, tag="event"):
+    """What a supervisor inside the child reports."""
+
+    event: Event
 
 
 class Generation(Frame, frozen=True, tag="generation"):
@@ -149,7 +156,7 @@ class Told(Frame, frozen=True, tag="told"):
 
 
 AnyFrame: TypeAlias = (
-    Boot | Phase | Started | Beat | Bye | Tree | Generation | Launch | Stop
+    Boot | Phase | Started | Beat | Bye | Tree | Reported | Generation | Launch | Stop
     | Call | Reply | Cancel | Cast | Taken | Watch | Unwatch | Told
 )  # fmt: skip
 
@@ -220,7 +227,7 @@ def load(data: bytes) -> Any:
 
 
 def _is_typed(kind: Any) -> bool:
-    return issubclass(kind, msgspec.Struct | enum.Enum) or dataclasses.is_dataclass(kind)
+    return issubclass(kind, msgspec.Struct | enum.Enum) or hasattr(kind, "__dataclass_fields__")
 
 
 @lru_cache(1024)
@@ -259,6 +266,10 @@ def portable(reason: ExitReason) -> ExitReason:
         case Raised(_) | _:
             pass
     return reason
+
+
+def portable_event(event: Event) -> Event:
+    return event if event.reason is None else msgspec.structs.replace(event, reason=portable(event.reason))
 
 
 class Parcel:

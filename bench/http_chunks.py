@@ -42,7 +42,7 @@ class Service:
 
     def __init__(self, streams: int) -> None:
         self.config = None
-        self.info = ModelInfo("bench", 10**6, 1000)
+        self.info = ModelInfo("bench", 10**6, 1000, (), 0)
         self.tokenizer = SimpleNamespace(encode=self._encode, encode_chat=self._encode)
         self.live: set[Generation] = set()
         self.streams = streams

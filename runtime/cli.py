@@ -1,4 +1,4 @@
-"""The command line: ``runtime serve | check | config``. What a command doesn't need is not imported."""
+"""The command line: ``runtime serve | check | config | bench``. What a command doesn't need is not imported."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)
         return 2
-    command = {"serve": _serve, "check": _check, "config": _show}[arguments.command]
+    command = {"serve": _serve, "check": _check, "config": _show, "bench": _bench}[arguments.command]
     return command(config, arguments)
 
 
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         ("serve", "start the server"),
         ("check", "validate the configuration and the model's files, without starting"),
         ("config", "print the complete configuration, with defaults and explanations"),
+        ("bench", "measure throughput, latency and start-up, next to the machine's limit"),
     ):
         command = commands.add_parser(
             name,
@@ -52,12 +53,40 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.add_argument("model", nargs="?", metavar="MODEL", help="a TOML file or a model source")
-        command.add_argument("--host", help="address to listen on (http.host)")
-        command.add_argument("--port", help="port to listen on (http.port)")
+        if name != "bench":
+            command.add_argument("--host", help="address to listen on (http.host)")
+            command.add_argument("--port", help="port to listen on (http.port)")
         command.add_argument(
             "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting; repeatable"
         )
+    _add_bench_options(command)
     return parser
+
+
+def _add_bench_options(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(host=None, port=None)
+    command.add_argument(
+        "--only",
+        action="append",
+        choices=("throughput", "latency", "startup"),
+        help="run this bench; repeatable; without it, all",
+    )
+    command.add_argument(
+        "--requests", type=_positive, default=256, metavar="N", help="of the throughput bench (default 256)"
+    )
+    for name in ("input", "output"):
+        command.add_argument(
+            f"--{name}", type=_positive, default=0, metavar="N", help=f"fixed {name} tokens, instead of 100 to 1024"
+        )
+    command.add_argument("--dummy", action="store_true", help="random weights; config.json alone is enough")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _positive(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} was given; at least 1 is allowed")
+    return number
 
 
 def _config(arguments: argparse.Namespace) -> "Config":
@@ -66,6 +95,7 @@ def _config(arguments: argparse.Namespace) -> "Config":
     overrides = list(arguments.set)
     overrides += [f"http.host={arguments.host}"] if arguments.host is not None else []
     overrides += [f"http.port={arguments.port}"] if arguments.port is not None else []
+    overrides += ["model.dummy_weights=true"] if arguments.command == "bench" and arguments.dummy else []
     path: str | None = arguments.model
     if path is not None and _is_source(path):
         overrides.insert(0, f"model.source={path}")
@@ -110,3 +140,12 @@ def _show(config: "Config", arguments: argparse.Namespace) -> int:
 
     print(to_toml(config), end="")
     return 0
+
+
+def _bench(config: "Config", arguments: argparse.Namespace) -> int:
+    from runtime.bench import BENCHES, Options
+    from runtime.bench import main as bench
+
+    benches = tuple(arguments.only or BENCHES)
+    options = Options(benches, arguments.requests, arguments.input, arguments.output, arguments.json)
+    return bench(config, options)

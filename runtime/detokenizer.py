@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import anyio
-import numpy as np
 
 import actors
 
@@ -17,7 +16,7 @@ from .detokenize import TextStream
 from .faults import Door, open_door
 from .handshakes import DetokenizerUp, FrontendUp
 from .mailbox import DataPlane, Outbox
-from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow
+from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow, ids
 from .peers import MODEL, Peers, value, wait_up
 from .sources import ModelFiles
 from .tokenizer import Tokenizer
@@ -32,10 +31,10 @@ class _Live:
     def __init__(self, opened: Opened, source: str, tokenizer: Tokenizer) -> None:
         self.source = source
         self.opened, self.attempt, self.told = opened, opened.attempt, False
-        replay = np.frombuffer(opened.output, "<i4").tolist()
+        replay = ids(opened.output)
         self.stream = TextStream(
             tokenizer,
-            prompt_tail=np.frombuffer(opened.prompt_tail, "<i4").tolist(),
+            prompt_tail=ids(opened.prompt_tail),
             stop=opened.stop,
             include_stop=opened.include_stop,
             skip_special_tokens=opened.skip_special_tokens,

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from .messages import SamplingParams
 from .service import BadRequest, ModelInfo
@@ -42,13 +41,13 @@ def check_prompt(info: ModelInfo, prompt: Sequence[int], max_tokens: int = 0) ->
     if not len(prompt):
         raise BadRequest("The prompt is empty: give at least one token.", "prompt")
     try:
-        ids = np.frombuffer(array("i", prompt), np.int32)
+        ids = array("i", prompt)
     except TypeError:
         raise BadRequest("The prompt must be token ids, which are integers.", "prompt") from None
     except OverflowError:
         raise BadRequest(f"Token ids must lie between 0 and {info.vocab_size - 1}.", "prompt") from None
-    if ids.min() < 0 or ids.max() >= info.vocab_size:
-        wrong = ids[(ids < 0) | (ids >= info.vocab_size)][0]
+    if min(ids) < 0 or max(ids) >= info.vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < info.vocab_size)
         raise BadRequest(f"Token ids must lie between 0 and {info.vocab_size - 1}, not {wrong}.", "prompt")
     if len(ids) + max_tokens > info.context_tokens:
         raise BadRequest(

@@ -46,5 +46,5 @@ def configure(section: LogSection) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(section.level.upper())
-    for chatty in ("hypercorn.access", "quart.app"):
+    for chatty in ("hypercorn.access", "quart.app", "runtime.http.server"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))

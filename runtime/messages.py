@@ -15,6 +15,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal["", "queue_full", "deadline", "too_long", "not_finite", "shutdown", "internal"]
 
 
+def ids(data: bytes) -> list[int]:
+    """Token ids as they travel, as numbers."""
+    return memoryview(data).cast("i").tolist()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How tokens are chosen and when a request ends. Validated by the frontend; the engine trusts it."""
 

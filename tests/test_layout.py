@@ -84,4 +84,6 @@ def test_the_pins_are_within_the_ranges() -> None:
     for text in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
         wanted = Requirement(text)
         assert wanted.specifier.contains(pins[canonicalize_name(wanted.name)]), text
-    assert not any(name.startswith(("triton", "nvidia")) for name in pins)
+    # Serving on a CPU needs neither; the tests run Triton's interpreter.
+    serving = (ROOT / "requirements.txt").read_text().splitlines()
+    assert not any(line.startswith(("triton", "nvidia")) for line in serving)

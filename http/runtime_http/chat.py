@@ -4,6 +4,7 @@ from typing import Any
 
 from quart import Response
 
+from runtime.limits import MAX_LOGPROBS
 from runtime.service import Delta
 from runtime_http import params as p
 from runtime_http.context import Call
@@ -137,7 +138,7 @@ def template_kwargs(extra: dict[str, Any], add_generation_prompt: bool, continue
 def top_logprobs(request: ChatRequest) -> int:
     """SamplingParams.logprobs for a chat request."""
     if request.top_logprobs is not None:
-        p.whole_between("top_logprobs", request.top_logprobs, 0, p.MAX_LOGPROBS)
+        p.whole_between("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
         if request.top_logprobs > 0 and not request.logprobs:
             raise invalid("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
     return (request.top_logprobs or 0) if request.logprobs else -1

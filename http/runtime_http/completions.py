@@ -4,6 +4,7 @@ from typing import Any
 
 from quart import Response
 
+from runtime.limits import MAX_LOGPROBS
 from runtime.messages import SamplingParams
 from runtime.service import Delta
 from runtime_http import params as p
@@ -117,7 +118,7 @@ async def completions(call: Call) -> Response:
     if request.best_of is not None and request.best_of != request.n:
         raise unsupported("best_of", "'best_of' other than 'n'")
     if request.logprobs is not None:
-        p.whole_between("logprobs", request.logprobs, 0, p.MAX_LOGPROBS)
+        p.whole_between("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     if request.max_tokens is not None:
         p.whole_between("max_tokens", request.max_tokens, 0)
     p.response_format(request.response_format)

@@ -1,7 +1,6 @@
 """What a handler works with: one call of an endpoint."""
 
 import hmac
-import re
 import secrets
 import time
 from typing import Any, cast
@@ -13,12 +12,13 @@ from runtime.service import ModelInfo, TokenizerClient
 from runtime_http.errors import ApiError, invalid
 from runtime_http.exchange import KEY, Exchange
 from runtime_http.front import Front
+from runtime_http.job import SANE_ID
 from runtime_http.options import Options
 from runtime_http.schema import describe, parse_object
 from runtime_http.tokens import TokenTexts
 
-SANE_ID = re.compile(r"[\w.:-]{1,128}")
 RETRY_AFTER_S = 2.0
+LEAST_BODY_RATE = 1024  # bytes/s, after the first minute
 
 
 class Call:
@@ -71,7 +71,7 @@ class Call:
         if self.front.draining:
             raise not_ready("The server is shutting down.")
         if not self.front.service.ready():
-            raise not_ready("The server is not ready yet; GET /ready tells how far it is.")
+            raise not_ready("The server takes no requests at present; GET /ready tells why.")
 
     async def body(self) -> bytes:
         """The request's body. Raises ApiError if it is too large or does not come."""
@@ -81,9 +81,12 @@ class Call:
             raise too_large
         received = bytearray()
         parts = self.request.body.__aiter__()
+        began = anyio.current_time()
         while True:
+            spent_s = anyio.current_time() - began
+            wait_s = min(self.options.body_idle_s, 60 + len(received) / LEAST_BODY_RATE - spent_s)
             try:
-                with anyio.fail_after(self.options.body_idle_s):
+                with anyio.fail_after(max(0, wait_s)):
                     received += await parts.__anext__()
             except StopAsyncIteration:
                 return bytes(received)

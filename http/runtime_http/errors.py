@@ -5,7 +5,7 @@ import math
 import msgspec
 from werkzeug.exceptions import HTTPException
 
-from runtime.service import BadRequest, QueueFull, ServiceError, Unavailable
+from runtime.service import BadRequest, Delta, QueueFull, ServiceError, Unavailable
 
 TYPES = {
     401: "authentication_error",
@@ -71,10 +71,26 @@ def context_exceeded(context_tokens: int, prompt_tokens: int, output_tokens: int
     )
 
 
+def from_engine(delta: Delta) -> ApiError:
+    """What ended a request that had been taken."""
+    message = delta.error or "The request was aborted."
+    match delta.code:
+        case "queue_full":
+            return ApiError(429, message, code=delta.code, retry_after_s=1.0)
+        case "too_long":
+            return invalid(None, message, "context_length_exceeded")
+        case "deadline":
+            return ApiError(504, message, code="deadline_exceeded", type="timeout_error")
+        case "shutdown":
+            return ApiError(503, message, code="shutting_down", retry_after_s=1.0)
+        case _:
+            return ApiError(500, message, code=delta.code or f"generation_{delta.finish}")
+
+
 def from_service(error: ServiceError) -> ApiError:
     match error:
         case BadRequest():
-            return invalid(error.param, error.message)
+            return invalid(error.param, error.message, error.code)
         case QueueFull():
             return ApiError(429, error.message, code="queue_full", retry_after_s=error.retry_after_s)
         case Unavailable():

@@ -1,5 +1,6 @@
 """One request being answered: its choices take the engine's news, its dialect says how they read."""
 
+import re
 import time
 from typing import Protocol
 
@@ -9,13 +10,14 @@ from quart.wrappers.response import Response
 
 from runtime.messages import FinishReason, SamplingParams
 from runtime.service import Delta, Generation, ServiceError
-from runtime_http.errors import ApiError, from_service
+from runtime_http.errors import ApiError, from_engine, from_service
 from runtime_http.exchange import Exchange
 from runtime_http.front import Front, log
 from runtime_http.outlet import Outlet
 from runtime_http.params import SEED_BITS
 
 EVENT_STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")  # fit for a header
 LOGPROB_BYTES = 100  # what one position's logprobs weigh in a stream's backlog, roughly
 
 
@@ -102,14 +104,15 @@ class Job:
         self._done = anyio.Event()
         self._outlet: Outlet | None = None
         if stream:
-            self._outlet = Outlet(exchange, front.stats, front.options.send_stall_s, self._pull)
+            self._outlet = Outlet(exchange, front.stats, front.options, self._pull)
 
     async def run(
         self, prompts: list[Prompt], params: list[SamplingParams], *, n: int, priority: int, cache_salt: str
     ) -> Response:
         """Start ``n`` choices for each prompt and make the answer.
 
-        A stream's answer begins with the first news, so that what fails before is still an error with its own status.
+        A stream's answer begins with the first news, so that what fails before is still an error with its own status;
+        or after ``ping_s``, for a proxy on the way may give up on a silent server.
         Raises ApiError. Cancelled (the client left), it aborts what runs.
         """
         front = self.front
@@ -132,16 +135,19 @@ class Job:
                     )
                     self._generations.append(choice.generation)
                     self.exchange.closing.callback(choice.generation.abort)
+                    if self.failure is not None:
+                        raise self.failure
         except ServiceError as error:
             raise from_service(error) from error
-        headers = {"X-Request-Id": self.id}
+        headers = {"X-Request-Id": self.id} if SANE_ID.fullmatch(self.id) else {}
         if self._outlet is None:
             await self._done.wait()
             if self.failure is not None:
                 raise self.failure
             response = Response(self.dialect.body(self), headers=headers, content_type="application/json")
         else:
-            await self._first.wait()
+            with anyio.move_on_after(front.options.ping_s):
+                await self._first.wait()
             if self.failure is not None:
                 raise self.failure
             response = Response(
@@ -155,7 +161,7 @@ class Job:
         if self._ended:
             return
         if delta.finish == "error" or delta.finish == "abort":
-            self.fail(ApiError(500, delta.error or "The request was aborted.", code=f"generation_{delta.finish}"))
+            self.fail(from_engine(delta))
             return
         if delta.finish is not None:
             choice.finish = delta.finish

@@ -5,6 +5,7 @@ from typing import Any
 import anyio
 from quart import Response
 
+from runtime.limits import MAX_LOGPROBS
 from runtime.messages import TokenLogprobs
 from runtime.service import Delta
 from runtime_http import params as p
@@ -113,7 +114,7 @@ async def generate(call: Call) -> Response:
     request = convert(await call.json(), NativeRequest)
     info = call.info
     prompts, batch = await read_prompts(call, request)
-    p.whole_between("top_logprobs_num", request.top_logprobs_num, 0, p.MAX_LOGPROBS)
+    p.whole_between("top_logprobs_num", request.top_logprobs_num, 0, MAX_LOGPROBS)
     wishes = sampling_wishes(request, len(prompts))
     n = wishes[0].n
     p.whole_between("sampling_params.n", n, 1, p.MAX_N)

@@ -16,6 +16,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: int = 1024  # prompts x n of one request
     keep_alive_s: float = 75.0  # also the limit for sending a request's head
     body_idle_s: float = 30.0  # without a byte of the body
+    ping_s: float = 15.0  # a stream that has nothing to say says so, for the proxies on the way
     linger_s: float = 10.0  # how long a refused body is still read, so that the client gets to see the refusal
     send_stall_s: float = 120.0  # how long a client may take nothing of what is ready for it
     request_timeout_s: float = 0.0

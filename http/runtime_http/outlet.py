@@ -7,7 +7,10 @@ import anyio
 from quart.wrappers.response import ResponseBody
 
 from runtime_http.exchange import Exchange
+from runtime_http.options import Options
 from runtime_http.stats import Stats
+
+PING = b": nothing new\n\n"  # a comment, which clients skip
 
 
 class Outlet(ResponseBody):
@@ -19,14 +22,17 @@ class Outlet(ResponseBody):
     kept by their producer, and ``pull`` renders them, merged, when the task asks for more.
     """
 
-    def __init__(self, exchange: Exchange, stats: Stats, stall_s: float, pull: Callable[[], bytes]) -> None:
+    def __init__(self, exchange: Exchange, stats: Stats, options: Options, pull: Callable[[], bytes]) -> None:
         self.exchange = exchange
         self.stats = stats
-        self.stall_s = stall_s
+        self.stall_s = options.send_stall_s
+        self.ping_s = options.ping_s
         self.pull = pull
+        self._writes = 0
         self.clear = False
         self.ended = False  # no more will come
         self._tail = b""  # framed
+        self._ping = b""  # to be sent if there is nothing else
         self._wake = anyio.Event()
 
     def can_write(self) -> bool:
@@ -37,11 +43,25 @@ class Outlet(ResponseBody):
         """Send ``data`` without waiting. Only if ``can_write``."""
         assert self.exchange.wire is not None
         self._tail = self.exchange.wire.write(data)
+        self._writes += 1
         if self._tail:
             self.clear = False
             self._wake.set()
         else:
             self.stats.fast_writes += 1
+
+    async def _rest(self) -> None:
+        """Let others write, until there is something that they could not, or nothing was written for long."""
+        writes = self._writes
+        self._wake = anyio.Event()
+        self.clear = True
+        try:
+            with anyio.move_on_after(self.ping_s) as silence:
+                await self._wake.wait()
+        finally:
+            self.clear = False
+        if silence.cancelled_caught and self._writes == writes:
+            self._ping = PING
 
     def wake(self) -> None:
         """There is something to pull, or the end was set."""
@@ -66,7 +86,8 @@ class Outlet(ResponseBody):
                 self.stats.woken_writes += 1
                 await wire.send(tail, self.stall_s)
             ended = self.ended
-            data = self.pull()
+            data = self.pull() or self._ping
+            self._ping = b""
             if data and wire is None:
                 self.stats.woken_writes += 1
                 return data
@@ -76,9 +97,4 @@ class Outlet(ResponseBody):
             elif ended:
                 raise StopAsyncIteration
             else:
-                self._wake = anyio.Event()
-                self.clear = True
-                try:
-                    await self._wake.wait()
-                finally:
-                    self.clear = False
+                await self._rest()

@@ -7,17 +7,14 @@ from typing import Any
 
 import msgspec
 
+from runtime.limits import COLD, MAX_STOP_CHARS, MAX_STOPS
 from runtime.messages import SamplingParams
 from runtime.service import ModelInfo
 from runtime_http.errors import context_exceeded, invalid, unsupported
 from runtime_http.schema import Sampling
 
 MAX_N = 128
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1024
-MAX_LOGPROBS = 20
 SEED_BITS = 63
-COLD = 1e-3  # at lower temperatures float32 leaves one token anyway: greedy, without the overflow
 
 
 def between(name: str, value: float | None, low: float, high: float, default: float, *, above: bool = False) -> float:
@@ -50,11 +47,14 @@ def stop_strings(name: str, stop: str | list[str] | None) -> tuple[str, ...]:
 
 def known_tokens(name: str, tokens: Sequence[Any], info: ModelInfo) -> list[int]:
     """Checked token ids."""
-    for token in tokens:
-        if type(token) is not int:
-            raise invalid(name, f"'{name}' must hold token ids, which are integers.", "invalid_type")
-        if not 0 <= token < info.vocab_size:
-            raise invalid(name, f"'{name}' has token id {token}, but this model's ids are 0 to {info.vocab_size - 1}.")
+    if not tokens:
+        return []
+    if set(map(type, tokens)) != {int}:
+        raise invalid(name, f"'{name}' must hold token ids, which are integers.", "invalid_type")
+    least, most = min(tokens), max(tokens)
+    if least < 0 or most >= info.vocab_size:
+        wrong = least if least < 0 else most
+        raise invalid(name, f"'{name}' has token id {wrong}, but this model's ids are 0 to {info.vocab_size - 1}.")
     return list(tokens)
 
 

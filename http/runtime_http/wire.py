@@ -8,37 +8,46 @@ This leans on the private shape of hypercorn 0.18. Where anything looks differen
 server, a middleware between) there is no wire and the chunks go through the ASGI ``send``: correct, but slower.
 """
 
+import contextlib
 import os
+import socket
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 import h11
 import trio
 from hypercorn.events import Closed
+from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.trio.tcp_server import TCPServer
 
 BODILESS = (204, 304)
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: discard and reset
 
 
 class Link:
-    """The connection under one request: plain TCP (or a Unix socket), HTTP/1.1, hypercorn on trio."""
+    """The connection under one request: hypercorn on trio, plain TCP or a Unix socket, HTTP/1 or HTTP/2."""
 
-    def __init__(self, server: TCPServer, protocol: H11Protocol, stream: trio.SocketStream) -> None:
+    def __init__(self, server: TCPServer, protocol: H11Protocol | H2Protocol, stream: trio.SocketStream) -> None:
         self.server = server
         self.protocol = protocol
         self.stream = stream
 
     def drop(self) -> None:
-        """End the connection now. hypercorn finds it closed and reports a disconnect, which cancels the request.
+        """Reset the connection now. hypercorn finds it closed and reports a disconnect, which cancels the request.
 
+        A reset, so that the kernel forgets what it holds, and no client takes what it got for the whole answer.
         Closing the socket wakes whoever sends or receives. A third one may wait: a reader that holds a pipelined
         request back until the present one is answered, which will never be. It wakes to find nothing there.
         """
+        with contextlib.suppress(OSError):  # it may be closed already
+            self.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self.stream.socket.close()
-        self.protocol.connection = Gone()  # type: ignore[assignment]
-        self.protocol.can_read._event.set()  # type: ignore[attr-defined]
+        if isinstance(self.protocol, H11Protocol):
+            self.protocol.connection = Gone()  # type: ignore[assignment]
+            self.protocol.can_read._event.set()  # type: ignore[attr-defined]
 
 
 class Gone:
@@ -64,7 +73,7 @@ def find_link(send: Any) -> Link | None:
     if type(stream) is not HTTPStream:
         return None
     protocol = getattr(stream.send, "__self__", None)
-    if type(protocol) is not H11Protocol:
+    if not isinstance(protocol, H11Protocol | H2Protocol):
         return None
     server = getattr(protocol.send, "__self__", None)
     if not isinstance(server, TCPServer):
@@ -75,7 +84,13 @@ def find_link(send: Any) -> Link | None:
 
 def open_wire(link: Link | None, scope: Mapping[str, Any], start: Mapping[str, Any]) -> "Wire | None":
     """A wire for the response whose head has just been sent, if its body goes out in chunks."""
-    if link is None or scope["http_version"] != "1.1" or scope["method"] == "HEAD" or start["status"] in BODILESS:
+    if (
+        link is None
+        or not isinstance(link.protocol, H11Protocol)
+        or scope["http_version"] != "1.1"
+        or scope["method"] == "HEAD"
+        or start["status"] in BODILESS
+    ):
         return None
     if any(bytes(name).lower() == b"content-length" for name, _ in start.get("headers", ())):
         return None

@@ -12,8 +12,8 @@ from runtime.engine import native
 from runtime.engine.batch import F32, I32, Batch, SlotTable, StepResult
 from runtime.engine.cpu_info import cpu_flags, total_bytes, usable_cores
 from runtime.engine.kv import PagedKV, TorchModel
-from runtime.engine.native.model import NativeModel
-from runtime.engine.sampling import sample, token_logprobs
+from runtime.engine.native.model import NativeModel, NativeRows
+from runtime.engine.sampling import Rows, TorchRows, sample, token_logprobs
 from runtime.models.config import ModelConfig, ModelError
 from runtime.models.linear import Int8Linear, dense
 from runtime.models.loader import Progress, available_bytes, check_memory, dummy, load, weight_bytes
@@ -73,14 +73,18 @@ class CpuRunner:
         with torch.inference_mode():
             weights = self._weights(model_dir, dummy_weights, progress)
             self.model: Model
+            self._rows: Rows
             if library is not None:
-                self.model = NativeModel(
+                # What torch still does, sampling, is small: its threads would only spin beside ours.
+                torch.set_num_threads(1)
+                model = NativeModel(
                     library, config, weights, slots, self.dtype, int8=int8, threads=threads or usable_cores()
                 )
+                self.model, self._rows = model, NativeRows(library, model.engine)
             else:
                 if threads:
                     torch.set_num_threads(threads)
-                self.model = TorchModel(config, weights, slots, Int8Linear if int8 else dense)
+                self.model, self._rows = TorchModel(config, weights, slots, Int8Linear if int8 else dense), TorchRows()
             self.num_pages = self._kv_pages(kv_tokens, mem_fraction, token_bytes)
             if progress is not None:
                 progress("kv", 0, self.num_pages * self.page_tokens * token_bytes)
@@ -118,7 +122,7 @@ class CpuRunner:
             tokens: I32 = np.full(len(batch.slots), -1, np.int32)
             logprobs = {}
             if rows.size:
-                drawn = sample(logits, self.slots, batch.slots[rows], (batch.cached + batch.extend)[rows])
+                drawn = sample(logits, self.slots, batch.slots[rows], (batch.cached + batch.extend)[rows], self._rows)
                 tokens[rows] = drawn.tokens
                 logprobs = {int(rows[i]): value for i, value in drawn.logprobs.items()}
             prompt_logprobs = {}
@@ -148,7 +152,7 @@ class CpuRunner:
             part = slice(at, min(at + _LOGIT_ROWS, known))
             following = self.slots.tokens[slot, first + part.start : first + part.stop]
             chosen[part], ids[part], values[part] = token_logprobs(
-                self.model.logits(hidden[part]), torch.from_numpy(following), top
+                self.model.logits(hidden[part]), np.arange(len(following), dtype=np.int32), following, top, self._rows
             )
         return chosen, ids, values
 
@@ -166,7 +170,7 @@ class CpuRunner:
     def close(self) -> None:
         """Ends the native threads and gives the memory back; the runner is of no use afterwards."""
         self.model.close()
-        del self.model, self.kv
+        del self.model, self.kv, self._rows
 
 
 def _weight_bytes(config: ModelConfig, dtype: torch.dtype, *, int8: bool, native: bool) -> int:

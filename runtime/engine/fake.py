@@ -73,7 +73,7 @@ class FakeRunner:
     def __init__(self, table: SlotTable, num_pages: int, depth: int = 1, vocab: int = 64, step_tokens: int = 0) -> None:
         self.depth, self.num_pages, self.page_tokens = depth, num_pages, table.page_tokens
         self.vocab, self.step_tokens = vocab, step_tokens
-        self._table = table
+        self.slots = table
         self._tokens = np.full_like(table.tokens, -7)  # the device's copies
         self._pages = np.full_like(table.pages, -7)
         self._kv: U64 = np.zeros((num_pages, table.page_tokens), np.uint64)
@@ -82,7 +82,7 @@ class FakeRunner:
         self.largest_prefill = 0  # prompt tokens in a step that also decoded
 
     def launch(self, batch: Batch) -> _Flight:
-        table = self._table
+        table = self.slots
         self._tokens[batch.new_slots] = table.tokens[batch.new_slots]
         self._pages[batch.new_slots] = table.pages[batch.new_slots]
         self._pages[batch.page_slots, batch.page_indices] = batch.page_values
@@ -127,7 +127,7 @@ class FakeRunner:
 
     def collect(self, handle: _Flight) -> StepResult:
         assert self._flights.popleft() is handle, "steps are collected in order"
-        batch, table = handle.batch, self._table
+        batch, table = handle.batch, self.slots
         sampled = np.full(len(batch.slots), -1, np.int32)
         result = StepResult(sampled, {}, {})
         ends = batch.cached + batch.extend

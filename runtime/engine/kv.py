@@ -1,5 +1,6 @@
 """The KV memory of a CPU runner in pages, and a model over it in plain torch."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -68,8 +69,8 @@ class PagedKV:
 
     def __init__(self, config: ModelConfig, num_pages: int, page_tokens: int, dtype: torch.dtype) -> None:
         shape = (num_pages + 1, page_tokens, config.kv_heads, config.head_dim)
-        self.keys = [_untouched(shape, dtype) for _ in range(config.layers)]
-        self.values = [_untouched(shape, dtype) for _ in range(config.layers)]
+        self.keys = [_lazy_zeros(shape, dtype) for _ in range(config.layers)]
+        self.values = [_lazy_zeros(shape, dtype) for _ in range(config.layers)]
         self.zero_place = num_pages * page_tokens
 
     @staticmethod
@@ -79,6 +80,11 @@ class PagedKV:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that the kernel hands out as they are touched; torch.zeros writes those of bfloat16."""
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def paged_attention(
@@ -158,9 +164,3 @@ class TorchModel:
 
     def close(self) -> None:
         del self.decoder, self.kv
-
-
-def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no memory until they are written (``torch.zeros`` writes them)."""
-    bytes_ = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(bytes_).view(dtype).view(shape)

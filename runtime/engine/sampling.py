@@ -18,6 +18,7 @@ or in a batch, before or after it was interrupted. Logprobs are those of the mod
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ import torch
 from runtime.engine.batch import F32, I32, SlotTable
 
 U32 = npt.NDArray[np.uint32]
+F64 = npt.NDArray[np.float64]
 
 NOT_FINITE = -2  # the "token" of a row whose logits are not numbers
 _CANDIDATES = 256  # how many of the largest logits a filtered row looks at before it sorts them all
@@ -67,6 +69,50 @@ def gumbel(first: U32, second: U32, tokens: torch.Tensor) -> torch.Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
+class Rows(Protocol):
+    """What sampling asks of logits float32 [rows, vocab]; ``which`` lists the rows asked about."""
+
+    def best(self, logits: torch.Tensor) -> tuple[F32, I32]:
+        """Of every row the largest logit and its first place; NaN where a logit is NaN or +inf."""
+        ...
+
+    def draw(self, logits: torch.Tensor, which: I32, temperature: F32, first: U32, second: U32) -> I32:
+        """Steps 5 and 9: argmax(logits / temperature + noise)."""
+        ...
+
+    def largest(self, logits: torch.Tensor, which: I32, temperature: F32, count: int) -> tuple[F32, I32, F64]:
+        """The ``count`` largest of logits / temperature, descending, with their places, and the sum over all of
+        exp(logit / temperature - the largest)."""
+        ...
+
+
+class TorchRows:
+    """``Rows`` in plain torch."""
+
+    def best(self, logits: torch.Tensor) -> tuple[F32, I32]:
+        best = logits.max(dim=1)  # a maximum propagates NaN and shows +inf
+        values: F32 = best.values.numpy()
+        return np.where(np.isposinf(values), np.float32(np.nan), values), best.indices.numpy().astype(np.int32)
+
+    def draw(self, logits: torch.Tensor, which: I32, temperature: F32, first: U32, second: U32) -> I32:
+        noise = gumbel(first, second, torch.arange(logits.shape[1], dtype=torch.int32))
+        best = noise.add_(_scaled(logits, which, temperature)).argmax(dim=1)
+        return best.numpy().astype(np.int32)
+
+    def largest(self, logits: torch.Tensor, which: I32, temperature: F32, count: int) -> tuple[F32, I32, F64]:
+        scaled = _scaled(logits, which, temperature)
+        values, ids = scaled.topk(count, dim=1)
+        mass = (scaled - values[:, :1]).exp_().sum(dim=1, dtype=torch.float64)
+        return values.numpy(), ids.numpy().astype(np.int32), mass.numpy()
+
+
+def _scaled(logits: torch.Tensor, which: I32, temperature: F32) -> torch.Tensor:
+    return logits[torch.from_numpy(which)] / torch.from_numpy(temperature)[:, None]
+
+
+_TORCH = TorchRows()
+
+
 @dataclass(slots=True)
 class Sampled:
     """``tokens`` [n]; ``logprobs``: row -> (logprob of the token, top ids, top logprobs) where asked."""
@@ -75,19 +121,20 @@ class Sampled:
     logprobs: dict[int, tuple[float, I32, F32]] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> Sampled:
+def sample(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32, kernels: Rows = _TORCH) -> Sampled:
     """Draws one token for each row of ``logits`` (float32 [n, vocab], untouched), whose request stands at slot
     ``rows[i]`` and whose new token will stand at ``positions[i]``. Rows with NaN or +inf get NOT_FINITE."""
-    temperature = slots.temperature[rows]
     edited = _edit(logits, slots, rows, positions)
-    best = edited.max(dim=1)
-    tokens: I32 = best.indices.numpy().astype(np.int32)
-    random = np.flatnonzero(temperature > 0)
+    values, tokens = kernels.best(edited)
+    random = np.flatnonzero((slots.temperature[rows] > 0) & ~np.isnan(values)).astype(np.int32)
     if random.size:
-        tokens[random] = _draw(edited, slots, rows, positions, random)
-    # A maximum propagates NaN and shows +inf.
-    tokens[~torch.isfinite(best.values).numpy()] = NOT_FINITE
-    return Sampled(tokens, _logprobs(logits, tokens, slots.logprobs[rows]))
+        filtered = slots.filters[rows[random]]
+        for which, draw in ((random[~filtered], _draw), (random[filtered], _draw_filtered)):
+            if which.size:
+                first, second = row_keys(slots.seed[rows[which]], positions[which])
+                tokens[which] = draw(edited, slots, rows[which], which, first, second, kernels)
+    tokens[np.isnan(values)] = NOT_FINITE
+    return Sampled(tokens, _logprobs(logits, tokens, slots.logprobs[rows], kernels))
 
 
 def _edit(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> torch.Tensor:
@@ -99,7 +146,7 @@ def _edit(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> 
         return logits
     logits = logits.clone()
     if penalized.size:
-        logits[penalized] = _penalize(logits[penalized], slots, rows[penalized], positions[penalized])
+        _penalize(logits, slots, penalized, rows[penalized], positions[penalized])
     for i in biased:
         bias = slots.bias[rows[i]] or {}
         ids = torch.tensor([token for token in bias if 0 <= token < logits.shape[1]], dtype=torch.int64)
@@ -109,97 +156,84 @@ def _edit(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> 
     return logits
 
 
-def _penalize(logits: torch.Tensor, slots: SlotTable, rows: I32, positions: I32) -> torch.Tensor:
-    n, vocab = logits.shape
-    longest = int(positions.max())
-    tokens = slots.tokens[rows, :longest]
-    places = np.arange(longest)
-    seen = places < positions[:, None]
-    row, place = np.nonzero(seen & (tokens >= 0) & (tokens < vocab))
-    flat = row * vocab + tokens[row, place]
-    output = flat[place >= slots.prompt_tokens[rows][row]]
-    total = torch.from_numpy(np.bincount(flat, minlength=n * vocab).reshape(n, vocab))
-    counts = torch.from_numpy(np.bincount(output, minlength=n * vocab).reshape(n, vocab)).float()
-    repetition, presence, frequency = (
-        torch.from_numpy(column[rows])[:, None]
-        for column in (slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty)
-    )
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(total > 0, repeated, logits)
-    return logits - frequency * counts - presence * (counts > 0)
-
-
-def _draw(edited: torch.Tensor, slots: SlotTable, rows: I32, positions: I32, random: npt.NDArray[np.intp]) -> I32:
-    """Steps 5 to 9 for the rows ``random``."""
-    out = np.empty(random.size, np.int32)
-    keys = row_keys(slots.seed[rows[random]], positions[random])
-    filtered = slots.filters[rows[random]]
-    for wants in (False, True):
-        part = np.flatnonzero(filtered == wants)
-        if not part.size:
-            continue
-        chosen, slot = random[part], rows[random[part]]
-        logits = edited if chosen.size == len(edited) else edited[chosen]
-        logits = logits / torch.from_numpy(slots.temperature[slot])[:, None]
-        tokens = torch.arange(logits.shape[1], dtype=torch.int32)
-        if wants:
-            logits, tokens = _filter(logits, slots.top_k[slot], slots.top_p[slot], slots.min_p[slot])
-        noise = gumbel(keys[0][part], keys[1][part], tokens)
-        best = noise.add_(logits).argmax(dim=1)
-        if tokens.dim() == 2:
-            best = tokens.gather(1, best[:, None])[:, 0]
-        out[part] = best.numpy()
-    return out
-
-
-def _filter(logits: torch.Tensor, top_k: I32, top_p: F32, min_p: F32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps 6 to 8: the candidates' logits, -inf where a filter drops them, and their ids int32 [rows, n]."""
+def _penalize(logits: torch.Tensor, slots: SlotTable, which: npt.NDArray[np.intp], rows: I32, positions: I32) -> None:
+    """Steps 1 and 2 in place, for the rows ``which`` of ``logits``: only tokens that occur are touched."""
     vocab = logits.shape[1]
-    k = torch.from_numpy(np.where((top_k <= 0) | (top_k > vocab), vocab, top_k).astype(np.int64))[:, None]
-    p = torch.from_numpy(np.where(top_p >= 1, np.inf, top_p))[:, None]
-    floor = torch.from_numpy(min_p)[:, None].log()
-    mass = (logits - logits.amax(dim=1, keepdim=True)).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
-    count = min(vocab, _CANDIDATES)
-    while True:
-        values, ids = logits.topk(count, dim=1)
-        threshold = _threshold(values, k, p, floor, mass, vocab)
-        # A row that reaches the smallest candidate, or whose top-k ends further down, must look at all logits.
-        complete = (values[:, -1:] < threshold) & ((k <= count) | (k == vocab))
-        if count == vocab or bool(complete.all()):
-            return values.masked_fill(values < threshold, -torch.inf), ids.to(torch.int32)
-        count = vocab
+    tokens = slots.tokens[rows, : int(positions.max())]
+    row, place = np.nonzero((np.arange(tokens.shape[1]) < positions[:, None]) & (tokens >= 0) & (tokens < vocab))
+    token = tokens[row, place].astype(np.int64)
+    generated = place >= slots.prompt_tokens[rows][row]
+    keys, inverse = np.unique(row * vocab + token, return_inverse=True)
+    counts = np.bincount(inverse[generated], minlength=len(keys)).astype(np.float32)
+    row, token = keys // vocab, keys % vocab
+    values = logits.numpy()[which[row], token]
+    repetition = slots.repetition_penalty[rows][row]
+    values = np.where(values > 0, values / repetition, values * repetition)
+    values -= slots.frequency_penalty[rows][row] * counts + slots.presence_penalty[rows][row] * (counts > 0)
+    logits.numpy()[which[row], token] = values
 
 
-def _threshold(
-    values: torch.Tensor, k: torch.Tensor, p: torch.Tensor, floor: torch.Tensor, mass: torch.Tensor, vocab: int
-) -> torch.Tensor:
+def _draw(logits: torch.Tensor, slots: SlotTable, slot: I32, which: I32, first: U32, second: U32, kernels: Rows) -> I32:
+    """Steps 5 and 9 for the rows ``which``, whose requests stand at ``slot``."""
+    return kernels.draw(logits, which, slots.temperature[slot], first, second)
+
+
+def _draw_filtered(
+    logits: torch.Tensor, slots: SlotTable, slot: I32, which: I32, first: U32, second: U32, kernels: Rows
+) -> I32:
+    """Steps 5 to 9 for the rows ``which``: on a few candidates, on more only for rows that need them."""
+    vocab = logits.shape[1]
+    k = np.where((slots.top_k[slot] <= 0) | (slots.top_k[slot] > vocab), vocab, slots.top_k[slot])[:, None]
+    p = np.where(slots.top_p[slot] >= 1, np.inf, slots.top_p[slot])[:, None]
+    with np.errstate(divide="ignore"):
+        floor = np.log(slots.min_p[slot])[:, None]
+    tokens: I32 = np.empty(len(which), np.int32)
+    count, pending = min(vocab, _CANDIDATES), np.arange(len(which))
+    while pending.size:
+        values, ids, mass = kernels.largest(logits, which[pending], slots.temperature[slot[pending]], count)
+        threshold = _threshold(values, k[pending], p[pending], floor[pending], mass[:, None], vocab)
+        # A row whose smallest candidate stays, or whose top-k ends further down, must see more.
+        cut = (values[:, -1:] < threshold) & ((k[pending] <= count) | (k[pending] == vocab))
+        done = cut[:, 0] | (count == vocab)
+        values, ids, settled = values[done], ids[done], pending[done]
+        noise = gumbel(first[settled], second[settled], torch.from_numpy(ids)).numpy()
+        best = np.where(values < threshold[done], -np.inf, values + noise).argmax(axis=1)
+        tokens[settled] = ids[np.arange(len(ids)), best]
+        count, pending = min(vocab, 8 * count), pending[~done]
+    return tokens
+
+
+def _threshold(values: F32, k: I32, p: F64, floor: F32, mass: F64, vocab: int) -> F32:
     """The smallest logit that stays [rows, 1]: equal logits stay or go together, whatever their order.
 
     ``values`` are each row's largest logits, descending. Sums are sequential, in float64: they don't depend on how many
     candidates follow, so neither does the verdict.
     """
-    largest = values[:, :1]
-    kth = values.gather(1, (k - 1).clamp(max=values.shape[1] - 1))
-    weights = (values - largest).exp().double()
-    weights = torch.where((k < vocab) & (values < kth), 0.0, weights)
-    running = weights.cumsum(dim=1)
-    mass = torch.where(k < vocab, running[:, -1:], mass)
-    stays = (running - weights < p * mass) & ((values >= kth) | (k == vocab)) & (values >= largest + floor)
-    last = stays.long().sum(dim=1, keepdim=True).clamp(min=1) - 1
-    return values.gather(1, last)
+    kth = np.take_along_axis(values, np.minimum(k, values.shape[1]) - 1, axis=1)
+    within = (k == vocab) | (values >= kth)
+    weights = np.where(within, np.exp((values - values[:, :1]).astype(np.float64)), 0)
+    running = weights.cumsum(axis=1)
+    mass = np.where(k < vocab, running[:, -1:], mass)
+    stays = within & (running - weights < p * mass) & (values >= values[:, :1] + floor)
+    last = np.maximum(stays.sum(axis=1, keepdims=True), 1) - 1
+    return np.take_along_axis(values, last, axis=1)
 
 
-def _logprobs(logits: torch.Tensor, tokens: I32, wanted: I32) -> dict[int, tuple[float, I32, F32]]:
-    asking = np.flatnonzero((wanted >= 0) & (tokens >= 0))
+def _logprobs(logits: torch.Tensor, tokens: I32, wanted: I32, kernels: Rows) -> dict[int, tuple[float, I32, F32]]:
+    asking = np.flatnonzero((wanted >= 0) & (tokens >= 0)).astype(np.int32)
     if not asking.size:
         return {}
-    chosen, ids, values = token_logprobs(logits[asking], torch.from_numpy(tokens[asking]), int(wanted[asking].max()))
+    chosen, ids, values = token_logprobs(logits, asking, tokens[asking], int(wanted[asking].max()), kernels)
     return {int(i): (float(chosen[j]), ids[j, : wanted[i]], values[j, : wanted[i]]) for j, i in enumerate(asking)}
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[F32, I32, F32]:
-    """Log-softmax of ``logits`` [n, vocab]: of the given tokens [n]; ids and values of the ``top`` largest [n, top]."""
-    normalizer = logits.logsumexp(dim=1)
-    chosen = logits.gather(1, tokens.long()[:, None])[:, 0] - normalizer
-    values, ids = logits.topk(min(top, logits.shape[1]), dim=1)
-    return chosen.numpy(), ids.numpy().astype(np.int32), (values - normalizer[:, None]).numpy()
+def token_logprobs(
+    logits: torch.Tensor, which: I32, tokens: I32, top: int, kernels: Rows = _TORCH
+) -> tuple[F32, I32, F32]:
+    """Log-softmax of the rows ``which`` of ``logits``: of the given tokens [n]; ids and values of the ``top`` largest
+    [n, top]."""
+    count = min(max(top, 1), logits.shape[1])
+    values, ids, mass = kernels.largest(logits, which, np.ones(len(which), np.float32), count)
+    normalizer = (values[:, 0] + np.log(mass)).astype(np.float32)
+    chosen: F32 = logits.numpy()[which, tokens] - normalizer
+    return chosen, ids[:, :top], values[:, :top] - normalizer[:, None]

@@ -74,17 +74,17 @@ class Scheduler:
         self._decoding: I32 = _NONE  # slots of the rows that decode; edited when one joins or leaves
         self._joining: list[int] = []
         self._leaving = False
-        self._most_running = min(config.max_running_requests or table.slots, table.slots, config.step_tokens)
+        self.most_running = min(config.max_running_requests or table.slots, table.slots, config.step_tokens)
         self._page_tokens = table.page_tokens
 
     @property
     def queue_full(self) -> bool:
-        room = self._most_running - len(self.running)
+        room = self.most_running - len(self.running)
         return len(self.line) >= self.config.max_queued_requests + room
 
     @property
     def _has_slot(self) -> bool:
-        return bool(self.memory.free_slots) and len(self.running) < self._most_running
+        return bool(self.memory.free_slots) and len(self.running) < self.most_running
 
     # The next step
 

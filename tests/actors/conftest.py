@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import inspect
 import os
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
+
+from actors.testing import no_leaks
 
 BACKENDS = {
     "trio": ("trio", {}),
     "asyncio": ("asyncio", {"use_uvloop": False}),
     "uvloop": ("asyncio", {"use_uvloop": True}),
 }
-TEST_TIMEOUT_S = 40.0
+TEST_TIMEOUT_S = 20.0
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -48,27 +45,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def children_of(pid: int) -> set[int]:
-    """Living and dead children, from /proc."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            found.update(int(child) for child in (task / "children").read_text().split())
-        except OSError:
-            continue
-    return found
-
-
-def open_fds() -> dict[int, str]:
-    fds: dict[int, str] = {}
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            fds[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:
-            continue
-    return fds
-
-
 @pytest.fixture(scope="session", autouse=True)
 def warm_loops() -> None:
     """What a loop opens once per process (uvloop: a pipe for forks) is no leak of the first test."""
@@ -77,22 +53,9 @@ def warm_loops() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def nothing_is_left() -> Iterator[None]:
     """Fail a test that leaves a process, a thread, an fd or a file in the current folder behind."""
-    children, threads, fds = children_of(os.getpid()), set(threading.enumerate()), open_fds()
     files = set(os.listdir("."))
-    yield
-    deadline = time.monotonic() + 12  # a loop's own pool threads end when idle
-    while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
-        if all("trio" in thread.name.lower() or "AnyIO" in thread.name for thread in left):
-            break
-        time.sleep(0.01)
-    else:
-        assert not left, f"threads left: {left}"
-    left_children = children_of(os.getpid()) - children
-    for pid in left_children:
-        os.kill(pid, signal.SIGKILL)
-    assert not left_children, f"processes left: {left_children}"
-    left_fds: dict[int, Any] = {fd: what for fd, what in open_fds().items() if fds.get(fd) != what}
-    assert not left_fds, f"fds left: {left_fds}"
+    with no_leaks():
+        yield
     assert set(os.listdir(".")) - files <= {".hypothesis"}, "files left"

@@ -1,5 +1,6 @@
 """The sampler against a slow, literal reference in numpy; its random numbers against the laws they claim to follow."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -7,14 +8,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modelkit import built_library
 
+from runtime.engine import native
 from runtime.engine.batch import SlotTable
-from runtime.engine.sampling import NOT_FINITE, gumbel, row_keys, sample, token_bits
+from runtime.engine.native.model import NativeRows
+from runtime.engine.sampling import NOT_FINITE, Rows, TorchRows, gumbel, row_keys, sample, token_bits
 
 PARAMS: dict[str, Any] = {
     "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "seed": 0, "bias": None, "min_length": 0, "held_back": (), "logprobs": -1,
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
+    if request.param == "torch":
+        yield TorchRows()
+        return
+    built_library(tmp_path_factory.mktemp("native"))
+    library = native.library()
+    assert library is not None
+    engine = library.engine_new(2)
+    yield NativeRows(library, engine)
+    library.engine_free(engine)
 
 
 def table(rows: list[dict[str, Any]], context: int = 64) -> SlotTable:
@@ -37,9 +54,10 @@ def positions(rows: list[dict[str, Any]]) -> np.ndarray[Any, np.dtype[np.int32]]
     return np.array([len(row.get("prompt", [1])) + len(row.get("output", [])) for row in rows], np.int32)
 
 
-def draw(logits: torch.Tensor, rows: list[dict[str, Any]], order: list[int] | None = None) -> list[int]:
+def draw(kernels: Rows, logits: torch.Tensor, rows: list[dict[str, Any]], order: list[int] | None = None) -> list[int]:
     index = np.array(range(len(rows)) if order is None else order, np.int32)
-    return sample(logits[torch.from_numpy(index).long()], table(rows), index, positions(rows)[index]).tokens.tolist()
+    picked = logits[torch.from_numpy(index).long()]
+    return sample(picked, table(rows), index, positions(rows)[index], kernels).tokens.tolist()
 
 
 def mix32(x: int) -> int:
@@ -111,9 +129,9 @@ PARAM_ROWS = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(PARAM_ROWS, min_size=1, max_size=6), st.integers(0, 2**32 - 1))
-def test_equals_the_reference(rows: list[dict[str, Any]], seed: int) -> None:
+def test_equals_the_reference(kernels: Rows, rows: list[dict[str, Any]], seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (len(rows), 20)).astype(np.float32))
-    for row, chosen, given_logits in zip(rows, draw(logits, rows), logits.tolist(), strict=True):
+    for row, chosen, given_logits in zip(rows, draw(kernels, logits, rows), logits.tolist(), strict=True):
         scores = reference_scores(given_logits, row)
         # Equal but for float32's last bits.
         assert scores[chosen] >= max(scores) - 1e-4
@@ -121,14 +139,14 @@ def test_equals_the_reference(rows: list[dict[str, Any]], seed: int) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(PARAM_ROWS, min_size=2, max_size=6), st.randoms())
-def test_a_row_draws_the_same_alone_and_in_any_batch(rows: list[dict[str, Any]], shuffler: Any) -> None:
+def test_a_row_draws_the_same_alone_and_in_any_batch(kernels: Rows, rows: list[dict[str, Any]], shuffler: Any) -> None:
     # A vocabulary wide enough that filters look at candidates first, and flat enough that some need them all.
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 1, (len(rows), 3000)).astype(np.float32))
-    together = draw(logits, rows)
+    together = draw(kernels, logits, rows)
     order = shuffler.sample(range(len(rows)), len(rows))
-    assert draw(logits, rows, order) == [together[i] for i in order]
+    assert draw(kernels, logits, rows, order) == [together[i] for i in order]
     for i in range(len(rows)):
-        assert draw(logits, rows, [i]) == [together[i]]
+        assert draw(kernels, logits, rows, [i]) == [together[i]]
 
 
 def chi_square(counts: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
@@ -140,36 +158,38 @@ def chi_square(counts: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> 
 
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
-def test_draws_follow_the_softmax(vary: str) -> None:
+def test_draws_follow_the_softmax(kernels: Rows, vary: str) -> None:
     n, vocab = 60_000, 50
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1.5, vocab).astype(np.float32))
     slots = SlotTable(n, 1, 1)
     slots.temperature[:] = 0.8
     slots.seed[:] = np.arange(n) if vary == "seed" else 7
     where = np.arange(n, dtype=np.int32) if vary == "position" else np.full(n, 9, np.int32)
-    drawn = sample(logits.expand(n, vocab), slots, np.arange(n, dtype=np.int32), where).tokens
+    drawn = sample(logits.expand(n, vocab), slots, np.arange(n, dtype=np.int32), where, kernels).tokens
     expected = (logits / 0.8).softmax(0).double().numpy() * n
     assert chi_square(np.bincount(drawn, minlength=vocab), expected) < 4
 
 
-def test_consecutive_draws_are_independent() -> None:
+def test_consecutive_draws_are_independent(kernels: Rows) -> None:
     n, vocab = 80_000, 12
     slots = SlotTable(n, 1, 1)
     slots.temperature[:] = 1
     slots.seed[:] = 3
-    drawn = sample(torch.zeros(n, vocab), slots, np.arange(n, dtype=np.int32), np.arange(n, dtype=np.int32)).tokens
+    drawn = sample(
+        torch.zeros(n, vocab), slots, np.arange(n, dtype=np.int32), np.arange(n, dtype=np.int32), kernels
+    ).tokens
     pairs = np.bincount(drawn[:-1] * vocab + drawn[1:], minlength=vocab**2)
     assert chi_square(pairs, np.full(vocab**2, (n - 1) / vocab**2)) < 4
 
 
-def test_filters_draw_from_the_renormalised_rest() -> None:
+def test_filters_draw_from_the_renormalised_rest(kernels: Rows) -> None:
     n = 40_000
     logits = torch.log(torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]))
     slots = SlotTable(n, 1, 1)
     slots.temperature[:], slots.filters[:] = 1, True
     slots.seed[:] = np.arange(n)
     slots.top_p[:] = 0.8  # keeps 0.4 + 0.3 + 0.15
-    drawn = sample(logits.expand(n, 5), slots, np.arange(n, dtype=np.int32), np.full(n, 3, np.int32)).tokens
+    drawn = sample(logits.expand(n, 5), slots, np.arange(n, dtype=np.int32), np.full(n, 3, np.int32), kernels).tokens
     counts = np.bincount(drawn, minlength=5)
     assert counts[3:].sum() == 0
     assert chi_square(counts[:3], np.array([0.4, 0.3, 0.15]) / 0.85 * n) < 4
@@ -197,32 +217,32 @@ def test_the_noise_is_pinned() -> None:
     ]
 
 
-def test_not_finite_rows_fail_alone() -> None:
+def test_not_finite_rows_fail_alone(kernels: Rows) -> None:
     logits = torch.zeros(4, 300)
     logits[:, 5] = 3
     logits[1, 250] = torch.nan
     logits[2, 8] = torch.inf
     rows: list[dict[str, Any]] = [{}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 3}, {"logprobs": 2}]
     slots = table(rows)
-    result = sample(logits, slots, np.arange(4, dtype=np.int32), positions(rows))
+    result = sample(logits, slots, np.arange(4, dtype=np.int32), positions(rows), kernels)
     assert result.tokens.tolist() == [5, NOT_FINITE, NOT_FINITE, 5]
     assert result.logprobs.keys() == {3}
 
 
-def test_greedy_takes_the_first_of_equals_and_leaves_logits_alone() -> None:
+def test_greedy_takes_the_first_of_equals_and_leaves_logits_alone(kernels: Rows) -> None:
     logits = torch.zeros(3, 5000)
     logits[0, [700, 701]] = 1
     logits[1, [4999, 40]] = 1
     before = logits.clone()
     rows: list[dict[str, Any]] = [{}, {}, {"bias": {9: 1.0}}]
-    assert draw(logits, rows) == [700, 40, 9]
+    assert draw(kernels, logits, rows) == [700, 40, 9]
     assert torch.equal(logits, before)
 
 
-def test_logprobs_are_the_models_own() -> None:
+def test_logprobs_are_the_models_own(kernels: Rows) -> None:
     logits = torch.from_numpy(np.random.default_rng(2).normal(0, 2, (3, 90)).astype(np.float32))
     rows = [{"logprobs": 0}, {"logprobs": 4, "temperature": 1.5, "bias": {3: 50.0}}, {}]
-    result = sample(logits, table(rows), np.arange(3, dtype=np.int32), positions(rows))
+    result = sample(logits, table(rows), np.arange(3, dtype=np.int32), positions(rows), kernels)
     assert result.tokens[1] == 3 and result.logprobs.keys() == {0, 1}
     expected = logits.double().log_softmax(1)
     for row, top in ((0, 0), (1, 4)):

@@ -153,5 +153,5 @@ def scripted(double: Server | None) -> Server:
 
 @pytest.fixture(scope="session")
 def http(base_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=base_url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=base_url, timeout=300, trust_env=False) as client:
         yield client

@@ -108,7 +108,7 @@ class ScriptedGeneration:
             rest = [entry(token, self.params.prompt_logprobs) for token in self.prompt[1:]]
             prompt_logprobs, self._sent_prompt = (None, *rest), True
         logprobs = tuple(entry(token, self.params.logprobs) for token in tokens) if self.params.logprobs >= 0 else ()
-        return Delta(text, tuple(tokens), logprobs, prompt_logprobs, finish, "", match)
+        return Delta(text, tuple(tokens), logprobs, prompt_logprobs, finish, stop_match=match)
 
     def _next_token(self) -> int:
         forced = [token for token, bias in self.params.logit_bias.items() if bias >= 100]
@@ -184,6 +184,12 @@ class ScriptedService:
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def release(self) -> None:
+        """End the hanging of those that hang."""
+        for generation in self.live:
+            generation.hang = False
+        self._work.set()
 
     async def status(self) -> dict[str, Any]:
         actor = {"path": "replica0/scheduler0", "state": "starting", "phase": "weights", "progress": [3, 7]}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from wirelevel import Answer, request
 Start = Callable[..., Server]
 COMPLETION = {"model": "scripted", "prompt": "Hi", "max_tokens": 30, "temperature": 0}
 STREAM = COMPLETION | {"stream": True}
+LARGE = STREAM | {"prompt": "x" * 400_000, "echo": True}  # more than the kernel takes for a client that does not read
 ENDLESS = STREAM | {"max_tokens": 8000, "ignore_eos": True}
 
 
@@ -149,6 +151,32 @@ def test_rubbish_during_a_stream_harms_nobody_else(start: Start) -> None:
     server.wait_until(lambda: not server.front.exchanges)
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_stream_with_nothing_to_say_says_so(start: Start, version: str) -> None:
+    server = start(ping_s=0.05)
+    with server.connect() as sock:
+        sock.send(request("/v1/completions", STREAM | {"prompt": "[[hang]]"}, version=version))
+        assert sock.head()[0] == 200
+        pings = b""
+        while pings.count(b": nothing new\n\n") < 3:
+            pings += sock.file.readline()
+        if version == "1.1":
+            assert sock.file.readline() == b"\r\n"
+        server.call(server.service.release)
+        rest = sock.file.read() if version == "1.0" else b"".join(iter(sock.chunk, b""))
+        text = joined(rest[rest.index(b"data: ") :].replace(b": nothing new\n\n", b""))
+        assert text and rest.endswith(b"data: [DONE]\n\n")
+
+
+def test_head_requests_have_no_body(start: Start) -> None:
+    server = start()
+    with server.connect() as sock:
+        sock.send(request("/health").replace(b"GET", b"HEAD"))
+        status, headers = sock.head()
+        assert status == 200 and int(headers["content-length"]) > 0
+        assert sock.ask("/health").status == 200
+
+
 def test_http_2_takes_the_long_way(start: Start) -> None:
     server = start()
     with httpx.Client(base_url=server.url, http1=False, http2=True) as http:
@@ -272,29 +300,29 @@ class TestSlowReaders:
         assert len(slow.events) < len(quick.events)  # merged while it was behind
 
     @pytest.mark.parametrize("version", ["1.0", "1.1"])
-    def test_one_that_takes_nothing_for_too_long_is_dropped(self, start: Start, version: str) -> None:
-        server = start(ScriptedService(context_tokens=10**6), max_behind_bytes=10**7, send_stall_s=0.05)
-        body = STREAM | {"max_tokens": 150_000, "ignore_eos": True, "prompt": "[[burst:5000]]"}
+    @pytest.mark.parametrize("body", [LARGE, LARGE | {"stream": False}], ids=["stream", "json"])
+    def test_one_that_takes_nothing_for_too_long_is_dropped(
+        self, start: Start, version: str, body: dict[str, Any]
+    ) -> None:
+        server = start(ScriptedService(context_tokens=10**6), send_stall_s=0.05)
         with server.connect(receive_buffer=4096) as sock:
             sock.send(request("/v1/completions", body, version=version))
-            server.wait_until(lambda: server.front.stats.disconnects == 1)
-            server.wait_until(lambda: not server.front.exchanges)
-
-    def test_one_that_does_not_take_its_unstreamed_answer_is_dropped(self, start: Start) -> None:
-        server = start(ScriptedService(context_tokens=10**6), send_stall_s=0.05)
-        body = COMPLETION | {"max_tokens": 50_000, "ignore_eos": True, "logprobs": 5, "prompt": "[[burst:5000]]"}
-        with server.connect(receive_buffer=4096) as sock:
-            sock.send(request("/v1/completions", body))
-            server.wait_until(lambda: bool(server.front.exchanges))
+            server.wait_until(lambda: bool(server.front.stats.requests))
             server.wait_until(lambda: not server.front.exchanges)
             with pytest.raises(ConnectionResetError):
                 sock.answer()
 
-    def test_one_that_stalls_and_leaves_frees_everything(self, start: Start) -> None:
-        server = start(ScriptedService(context_tokens=10**6), max_behind_bytes=10**7)
-        body = STREAM | {"max_tokens": 150_000, "ignore_eos": True, "prompt": "[[burst:5000]]"}
+    def test_a_failed_choice_ends_the_others_even_if_nobody_reads(self, start: Start) -> None:
+        server = start(ScriptedService(context_tokens=10**6))
         with server.connect(receive_buffer=4096) as sock:
-            sock.send(request("/v1/completions", body))
+            sock.send(request("/v1/completions", LARGE | {"prompt": ["x" * 400_000, "[[hang]]", "[[fail:20]]"]}))
+            server.wait_until(lambda: bool(server.front.jobs) and not server.service.live)
+            assert server.front.exchanges and server.service.aborted == 2
+
+    def test_one_that_stalls_and_leaves_frees_everything(self, start: Start) -> None:
+        server = start(ScriptedService(context_tokens=10**6))
+        with server.connect(receive_buffer=4096) as sock:
+            sock.send(request("/v1/completions", LARGE))
             server.wait_until(lambda: bool(server.front.jobs) and not server.service.live)
         server.wait_until(lambda: not server.front.exchanges)
 

@@ -1,8 +1,11 @@
 """Stopping: what runs is finished, what cannot be is told so, nothing holds the server."""
 
+import json
 import socket
 from collections.abc import Callable
 
+import h2.connection
+import h2.settings
 import pytest
 from conftest import Server
 from scripted import ScriptedService
@@ -10,6 +13,7 @@ from wirelevel import request
 
 Start = Callable[..., Server]
 STREAM = {"model": "scripted", "prompt": "Hi", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
+LARGE = STREAM | {"prompt": "x" * 400_000, "echo": True}  # more than the kernel takes for a client that does not read
 ENDLESS = STREAM | {"max_tokens": 8000}
 
 
@@ -78,10 +82,9 @@ def test_new_requests_on_a_busy_connection_are_refused(start: Start) -> None:
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_a_client_that_does_not_read_does_not_hold_the_server(start: Start, version: str) -> None:
     """HTTP/1.0 goes through hypercorn's own send, which is shielded."""
-    server = start(ScriptedService(context_tokens=10**6), max_behind_bytes=10**7)
-    body = STREAM | {"max_tokens": 150_000, "prompt": "[[burst:5000]]"}
+    server = start(ScriptedService(context_tokens=10**6))
     with server.connect(receive_buffer=4096) as sock:
-        sock.send(request("/v1/completions", body, version=version))
+        sock.send(request("/v1/completions", LARGE, version=version))
         server.wait_until(lambda: bool(server.front.jobs) and not server.service.live)
         server.begin_shutdown(0.05)
         server.join()
@@ -89,10 +92,33 @@ def test_a_client_that_does_not_read_does_not_hold_the_server(start: Start, vers
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_cancelling_the_server_ends_it_whatever_its_clients_do(start: Start, version: str) -> None:
-    server = start(ScriptedService(context_tokens=10**6), max_behind_bytes=10**7)
-    body = STREAM | {"max_tokens": 150_000, "prompt": "[[burst:5000]]"}
+    server = start(ScriptedService(context_tokens=10**6))
     with server.connect(receive_buffer=4096) as sock, server.connect():
-        sock.send(request("/v1/completions", body, version=version))
+        sock.send(request("/v1/completions", LARGE, version=version))
+        server.wait_until(lambda: bool(server.front.jobs) and not server.service.live)
+        server.cancel()
+
+
+def test_an_http_2_client_that_does_not_read_does_not_hold_it_either(start: Start) -> None:
+    server = start(ScriptedService(context_tokens=10**6))
+    client = h2.connection.H2Connection()
+    client.initiate_connection()
+    client.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**31 - 1})
+    client.increment_flow_control_window(2**30)
+    data = json.dumps(LARGE).encode()
+    headers = [(":method", "POST"), (":path", "/v1/completions"), (":scheme", "http"), (":authority", "x")]
+    client.send_headers(1, headers)
+    with server.connect(receive_buffer=4096) as sock:
+        sock.send(client.data_to_send())
+        client.receive_data(sock.sock.recv(65536))  # its windows
+        while data:
+            part = data[: min(client.local_flow_control_window(1), client.max_outbound_frame_size)]
+            if part:
+                client.send_data(1, part, end_stream=len(part) == len(data))
+                data = data[len(part) :]
+                sock.send(client.data_to_send())
+            else:
+                client.receive_data(sock.sock.recv(65536))
         server.wait_until(lambda: bool(server.front.jobs) and not server.service.live)
         server.cancel()
 

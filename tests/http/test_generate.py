@@ -64,6 +64,13 @@ def test_the_clients_own_ids(http: httpx.Client) -> None:
     assert [answer["meta_info"]["id"] for answer in answers] == ["a", "b"]
 
 
+@pytest.mark.parametrize("rid", ["a\r\nSet-Cookie: x=1", "über", "x" * 10_000, ""])
+def test_ids_unfit_for_a_header_stay_out_of_it(http: httpx.Client, rid: str) -> None:
+    response = http.post(PATH, json=native() | {"rid": rid})
+    assert response.status_code == 200 and response.json()["meta_info"]["id"] == rid
+    assert "set-cookie" not in response.headers and "x-request-id" not in response.headers
+
+
 def test_input_logprobs(http: httpx.Client) -> None:
     body = native() | {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
     meta = ask(http, PATH, body)["meta_info"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from runtime.engine.cpu_info import cpu_flags
 
-SOURCES = ("vec.h", "pool.h", "linear.h", "attention.h", "step.cpp")
+SOURCES = ("vec.h", "pool.h", "linear.h", "attention.h", "sampling.h", "step.cpp")
 _FOLDER = Path(__file__).parent
 _FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-ffp-contract=fast",
@@ -87,6 +87,9 @@ def load(path: Path) -> ctypes.CDLL:
         ("linear_pack", None, [pointer, pointer, pointer, i32, i32, i32, i32, i32]),
         ("step_run", i32, [pointer, pointer, pointer]),
         ("head_run", i32, [pointer, pointer, pointer, i32, pointer]),
+        ("rows_best", None, [pointer, pointer, i32, i32, pointer, pointer]),
+        ("rows_draw", None, [pointer, pointer, i32, i32, *[pointer] * 5]),
+        ("rows_largest", None, [pointer, pointer, i32, i32, pointer, pointer, i32, pointer, pointer, pointer]),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

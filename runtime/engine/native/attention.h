@@ -2,8 +2,10 @@
 //
 // Keys and values pass by in blocks of 64 positions counted from the request's start, whatever the page size and
 // however the tokens are cut into steps, so a token's result is the same bits in a chunk as alone.
+// Over bfloat16 pages queries and weights are rounded to bfloat16 too, and products are taken in pairs.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "vec.h"
 
@@ -18,32 +20,53 @@ struct Pages {
     }
 };
 
+INLINE uint32_t pair_bf16(float a, float b) {
+    f32x16 v = {a, b};
+    u16x16 bits = to_bf16(v);
+    return bits[0] | (uint32_t)bits[1] << 16;
+}
+
+// T: what pages hold, float or bf16. Scratch words are floats, or pairs of bfloat16:
+//   query    [rows][head_dim]       pairs along head_dim
+//   keys     [head_dim][BLOCK]      pairs along head_dim
+//   values   [BLOCK][wide]          pairs along positions
+//   weights  [rows][BLOCK]          pairs along positions
+template <class T>
 struct Attention {
-    int heads, head_dim, wide;  // query heads of the group; head_dim padded to 16
-    float *q, *keys, *values, *scores, *out, *most, *total;
+    static constexpr bool PAIRS = std::is_same<T, bf16>::value;
+    static constexpr int PER = PAIRS ? 2 : 1;  // elements in a word
+    typedef typename std::conditional<PAIRS, u32x16, f32x16>::type Words;
+    typedef typename std::conditional<PAIRS, uint32_t, float>::type Word;
+
+    const int heads, head_dim, words, wide;  // query heads of the group; words of a key; head_dim padded to 16
+    Word *query, *keys, *values, *weights;
+    float *scores, *out, *most, *total;
 
     static int rows(int group) { return std::max(ROWS, group); }
     static size_t floats(int group, int head_dim) {
         size_t wide = (head_dim + 15) / 16 * 16;
-        return (size_t)rows(group) * (2 * wide + BLOCK + 2) + 2 * BLOCK * wide + 16;
+        return (size_t)rows(group) * (2 * wide + 2 * BLOCK + 2) + 2 * BLOCK * wide + 16;
     }
-    Attention(float* memory, int group, int dim) : heads(group), head_dim(dim), wide((dim + 15) / 16 * 16) {
+    Attention(float* memory, int group, int dim)
+        : heads(group), head_dim(dim), words(dim / PER), wide((dim + 15) / 16 * 16) {
         const size_t n = rows(group);
-        q = memory, out = q + n * wide, keys = out + n * wide, values = keys + BLOCK * wide;
-        scores = values + BLOCK * wide, most = scores + n * BLOCK, total = most + n;
+        keys = (Word*)memory, values = keys + BLOCK * wide, query = values + BLOCK * wide, weights = query + n * wide;
+        scores = (float*)weights + n * BLOCK, out = scores + n * BLOCK, most = out + n * wide, total = most + n;
     }
 
     // queries [tokens][stride] from the group's first head on, roped, at positions first, first + 1, ...; results to
     // target, strided alike. keys/values: the layer's pages [place][kv_heads][head_dim].
-    template <class T>
     void run(const Pages& pages, const T* layer_keys, const T* layer_values, int kv_heads, int kv_head, int first,
              int tokens, const float* queries, int64_t stride, float* target, int64_t target_stride) {
         const int count = tokens * heads;
         const float scale = 1.0f / std::sqrt((float)head_dim);
         for (int r = 0; r < count; r++) {
             const float* from = queries + (r / heads) * stride + (r % heads) * head_dim;
-            for (int d = 0; d < head_dim; d++) q[r * wide + d] = from[d] * scale;
-            for (int d = 0; d < wide; d++) out[r * wide + d] = 0;
+            for (int d = 0; d < words; d++) {
+                if constexpr (PAIRS) query[r * wide + d] = pair_bf16(from[2 * d] * scale, from[2 * d + 1] * scale);
+                else query[r * wide + d] = from[d] * scale;
+            }
+            for (int d = 0; d < wide; d += 16) store(out + r * wide + d, f32x16{});
             most[r] = -INFINITY, total[r] = 0;
         }
         const int length = first + tokens;
@@ -52,7 +75,7 @@ struct Attention {
             gather(pages, layer_keys, layer_values, kv_heads, kv_head, start, here);
             for (int r = 0; r < count; r += 2) {
                 const int pair = std::min(2, count - r);
-                if (pair == 2) score<2>(r); else score<1>(r);
+                pair == 2 ? score<2>(r) : score<1>(r);
                 for (int i = r; i < r + pair; i++) soften(i, std::min(here, first + i / heads + 1 - start));
                 for (int d = 0; d < wide; d += 64) switch (std::min(4, (wide - d) / 16)) {
                         case 1: pair == 2 ? weigh<2, 1>(r, d, here) : weigh<1, 1>(r, d, here); break;
@@ -65,49 +88,77 @@ struct Attention {
         for (int r = 0; r < count; r++) {
             float* to = target + (r / heads) * target_stride + (r % heads) * head_dim;
             const float inverse = 1.0f / total[r];
-            for (int d = 0; d < head_dim; d++) to[d] = out[r * wide + d] * inverse;
+            int d = 0;
+            for (; d + 16 <= head_dim; d += 16) store(to + d, load16(out + r * wide + d) * inverse);
+            for (; d < head_dim; d++) to[d] = out[r * wide + d] * inverse;
         }
     }
 
    private:
-    // Keys of a block transposed to [head_dim][BLOCK], values as they are [BLOCK][wide], both as floats; zeros behind.
-    template <class T>
+    // A block's keys and values in the scratch; zeros behind its end.
     void gather(const Pages& pages, const T* layer_keys, const T* layer_values, int kv_heads, int kv_head, int start,
                 int here) {
+        int page = start / pages.page_tokens, offset = start % pages.page_tokens;
         for (int j = 0; j < BLOCK; j += 16) {
-            const T* row[16];
-            for (int i = 0; i < 16 && j + i < here; i++) {
-                const int64_t at = (pages.place(start + j + i) * kv_heads + kv_head) * head_dim;
-                row[i] = layer_keys + at;
-                const T* value = layer_values + at;
-                float* to = values + (j + i) * wide;
-                int d = 0;
-                for (; d + 16 <= head_dim; d += 16) store(to + d, load16(value + d));
-                for (; d < wide; d++) to[d] = d < head_dim ? to_float(value[d]) : 0;
+            const int count = std::max(0, std::min(16, here - j));
+            const T *key[16], *value[16];
+            for (int i = 0; i < count; i++) {
+                const int64_t place = (int64_t)pages.pages[page] * pages.page_tokens + offset;
+                const int64_t at = (place * kv_heads + kv_head) * head_dim;
+                key[i] = layer_keys + at, value[i] = layer_values + at;
+                if (++offset == pages.page_tokens) page++, offset = 0;
             }
-            const int rows_here = std::max(0, std::min(16, here - j));
             int d = 0;
-            for (; d + 16 <= head_dim; d += 16) {
-                f32x16 square[16] = {};
-                for (int i = 0; i < rows_here; i++) square[i] = load16(row[i] + d);
+            for (; d + 16 <= words; d += 16) {
+                f32x16 square[16];
+                if (count == 16) {
+                    UNROLL for (int i = 0; i < 16; i++) square[i] = load<f32x16>(key[i] + d * PER);
+                } else {
+                    UNROLL for (int i = 0; i < 16; i++)
+                        square[i] = i < count ? load<f32x16>(key[i] + d * PER) : f32x16{};
+                }
                 transpose16(square);
-                for (int i = 0; i < 16; i++) store(keys + (d + i) * BLOCK + j, square[i]);
+                UNROLL for (int i = 0; i < 16; i++) store(keys + (d + i) * BLOCK + j, square[i]);
             }
-            for (; d < head_dim; d++)
-                for (int i = 0; i < 16; i++) keys[d * BLOCK + j + i] = i < rows_here ? to_float(row[i][d]) : 0;
+            for (; d < words; d++)
+                for (int i = 0; i < 16; i++)
+                    keys[d * BLOCK + j + i] = i < count ? load<Word>(key[i] + d * PER) : Word{};
+            for (int i = 0; i < count; i += PER) gather_values(values + (j + i) / PER * wide, value + i, count - i);
         }
+    }
+
+    void gather_values(Word* to, const T* const* value, int left) {
+        int d = 0;
+        if constexpr (PAIRS) {
+            for (; d + 16 <= head_dim; d += 16) {
+                u32x16 low = widen(load<u16x16>(value[0] + d)), high = {};
+                if (left > 1) high = widen(load<u16x16>(value[1] + d)) << 16;
+                store(to + d, low | high);
+            }
+            for (; d < wide; d++)
+                to[d] = d >= head_dim ? 0 : value[0][d] | (left > 1 ? (uint32_t)value[1][d] << 16 : 0);
+        } else {
+            for (; d + 16 <= head_dim; d += 16) store(to + d, load16(value[0] + d));
+            for (; d < wide; d++) to[d] = d >= head_dim ? 0 : value[0][d];
+        }
+    }
+
+    static INLINE f32x16 multiply_add(f32x16 sum, Words a, Word b) {
+        if constexpr (PAIRS) return dot_bf16(sum, a, b);
+        else return sum + a * b;
     }
 
     template <int R>
     void score(int r) {
         f32x16 sum[R][4] = {};
-        for (int d = 0; d < head_dim; d++)
-            for (int c = 0; c < 4; c++) {
-                f32x16 k = load16(keys + d * BLOCK + 16 * c);
-                for (int i = 0; i < R; i++) sum[i][c] += k * q[(r + i) * wide + d];
+        for (int d = 0; d < words; d++) {
+            UNROLL for (int c = 0; c < 4; c++) {
+                Words k = load<Words>(keys + d * BLOCK + 16 * c);
+                UNROLL for (int i = 0; i < R; i++) sum[i][c] = multiply_add(sum[i][c], k, query[(r + i) * wide + d]);
             }
-        for (int i = 0; i < R; i++)
-            for (int c = 0; c < 4; c++) store(scores + (r + i) * BLOCK + 16 * c, sum[i][c]);
+        }
+        UNROLL for (int i = 0; i < R; i++)
+            UNROLL for (int c = 0; c < 4; c++) store(scores + (r + i) * BLOCK + 16 * c, sum[i][c]);
     }
 
     // Scores of row r become weights relative to the largest score so far; positions from `visible` on get none.
@@ -115,14 +166,15 @@ struct Attention {
         float* s = scores + r * BLOCK;
         for (int j = std::max(visible, 0); j < BLOCK; j++) s[j] = -INFINITY;
         f32x16 v[4], best = splat(most[r]), sum = {};
-        for (int c = 0; c < 4; c++) best = max16(best, v[c] = load16(s + 16 * c));
+        UNROLL for (int c = 0; c < 4; c++) best = max16(best, v[c] = load16(s + 16 * c));
         const float largest = largest16(best);
-        for (int c = 0; c < 4; c++) {
+        UNROLL for (int c = 0; c < 4; c++) {
             f32x16 weight = exp16(v[c] - largest);
             sum += weight;
-            store(s + 16 * c, weight);
+            if constexpr (PAIRS) store((bf16*)(weights + r * BLOCK) + 16 * c, to_bf16(weight));
+            else store(weights + r * BLOCK + 16 * c, weight);
         }
-        const float shrink = exp16(splat(most[r] - largest))[0];
+        const float shrink = most[r] == largest ? 1.0f : exp16(splat(most[r] - largest))[0];
         most[r] = largest;
         total[r] = total[r] * shrink + sum16(sum);
         if (shrink != 1)
@@ -132,14 +184,15 @@ struct Attention {
     template <int R, int N>
     void weigh(int r, int d, int here) {
         f32x16 sum[R][N];
-        for (int i = 0; i < R; i++)
-            for (int c = 0; c < N; c++) sum[i][c] = load16(out + (r + i) * wide + d + 16 * c);
-        for (int j = 0; j < here; j++)
-            for (int c = 0; c < N; c++) {
-                f32x16 v = load16(values + j * wide + d + 16 * c);
-                for (int i = 0; i < R; i++) sum[i][c] += v * scores[(r + i) * BLOCK + j];
+        UNROLL for (int i = 0; i < R; i++)
+            UNROLL for (int c = 0; c < N; c++) sum[i][c] = load16(out + (r + i) * wide + d + 16 * c);
+        for (int j = 0; j < (here + PER - 1) / PER; j++) {
+            UNROLL for (int c = 0; c < N; c++) {
+                Words v = load<Words>(values + j * wide + d + 16 * c);
+                UNROLL for (int i = 0; i < R; i++) sum[i][c] = multiply_add(sum[i][c], v, weights[(r + i) * BLOCK + j]);
             }
-        for (int i = 0; i < R; i++)
-            for (int c = 0; c < N; c++) store(out + (r + i) * wide + d + 16 * c, sum[i][c]);
+        }
+        UNROLL for (int i = 0; i < R; i++)
+            UNROLL for (int c = 0; c < N; c++) store(out + (r + i) * wide + d + 16 * c, sum[i][c]);
     }
 };

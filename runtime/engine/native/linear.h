@@ -11,9 +11,6 @@
 #include <algorithm>
 
 #include "vec.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 enum Format { F32 = 0, BF16 = 1, I8 = 2 };
 
@@ -86,7 +83,7 @@ inline void prepare(const Operand& a, int t, const float* x, int inputs, int for
         for (int j = 0; j < 4; j++) {
             i32x16 rounded = (i32x16)(v[j] * inverse + magic) - 0x4B400000;
             sum += rounded;
-            store(out + j * LANES, __builtin_convertvector(rounded, i8x16));
+            store(out + j * LANES, narrow8(rounded));
         }
         int32_t lanes[16], whole = 0;
         store(lanes, sum);
@@ -100,17 +97,20 @@ inline void prepare(const Operand& a, int t, const float* x, int inputs, int for
 // ---- dot products of four 8-bit pairs for 16 outputs; int32 sums are exact, so all variants agree ----
 
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
+typedef i32x16 Weights;
 struct Sums {
-    __m512i v;
-    INLINE void start(int32_t x) { v = _mm512_set1_epi32(x); }
-    INLINE void add(const char* w, const int8_t* a) {
-        int32_t four;
-        memcpy(&four, a, 4);
-        v = _mm512_dpbusd_epi32(v, _mm512_loadu_si512(w), _mm512_set1_epi32(four));
+    i32x16 v;
+    INLINE void start(int32_t x) { v = i32x16{} + x; }
+    INLINE void add(Weights w, int32_t four) {
+        // Not the intrinsic: gcc 12 copies the sums from register to register around it.
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(v) : "v"(w), "v"(i32x16{} + four));
     }
-    INLINE f32x16 floats() const { return __builtin_convertvector((i32x16)v, f32x16); }
+    INLINE f32x16 floats() const { return __builtin_convertvector(v, f32x16); }
 };
 #elif defined(__AVX2__)
+struct Weights {
+    __m128i v[4];
+};
 struct Sums {  // each __m256i holds two partial sums for each of four outputs
     __m256i v[4];
     int32_t first;
@@ -118,101 +118,106 @@ struct Sums {  // each __m256i holds two partial sums for each of four outputs
         for (auto& part : v) part = _mm256_setzero_si256();
         first = x;
     }
-    INLINE void add(const char* w, const int8_t* a) {
-        int64_t four = 0;
-        for (int i = 0; i < 4; i++) four |= (int64_t)(uint16_t)(int16_t)a[i] << (16 * i);
-        __m256i wide = _mm256_set1_epi64x(four);
-        for (int i = 0; i < 4; i++) {
-            __m256i weights = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(w + 16 * i)));
-            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(weights, wide));
-        }
+    INLINE void add(const Weights& w, int32_t four) {
+        const __m256i wide = _mm256_cvtepi8_epi16(_mm_set1_epi32(four));
+        UNROLL for (int i = 0; i < 4; i++)
+            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(_mm256_cvtepu8_epi16(w.v[i]), wide));
     }
     INLINE f32x16 floats() const {
-        int32_t parts[32];
-        for (int i = 0; i < 4; i++) _mm256_storeu_si256((__m256i*)(parts + 8 * i), v[i]);
-        f32x16 out;
-        for (int i = 0; i < 16; i++) out[i] = (float)(first + parts[2 * i] + parts[2 * i + 1]);
-        return out;
+        const __m256i order = _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7);
+        i32x16 out = i32x16{} + first;
+        __m256i halves[2];
+        for (int i = 0; i < 2; i++)
+            halves[i] = _mm256_permutevar8x32_epi32(_mm256_hadd_epi32(v[2 * i], v[2 * i + 1]), order);
+        return __builtin_convertvector(out + load<i32x16>(halves), f32x16);
     }
 };
 #else
+typedef u32x16 Weights;
 struct Sums {
     i32x16 v;
     INLINE void start(int32_t x) { v = i32x16{} + x; }
-    INLINE void add(const char* w, const int8_t* a) {
-        for (int i = 0; i < 16; i++)
-            for (int j = 0; j < 4; j++) v[i] += (int32_t)(uint8_t)w[4 * i + j] * a[j];
+    INLINE void add(Weights w, int32_t four) {
+        UNROLL for (int j = 0; j < 4; j++) v += (i32x16)(w >> (8 * j) & 255) * (int32_t)(int8_t)(four >> (8 * j));
     }
     INLINE f32x16 floats() const { return __builtin_convertvector(v, f32x16); }
 };
 #endif
 
-INLINE f32x16 dot_bf16(f32x16 sum, const char* w, const bf16* a) {
-#if defined(__AVX512BF16__)
-    int32_t two;
-    memcpy(&two, a, 4);
-    return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(two));
-#else
-    u32x16 pairs = load<u32x16>(w);
-    sum += (f32x16)(pairs << 16) * to_float(a[0]);
-    return sum + (f32x16)(pairs & 0xFFFF0000u) * to_float(a[1]);
-#endif
-}
-
 // ---- one tile: TOKENS rows of the operand from t on, PANELS panels from p on ----
+
+// Weights come from memory once, for the first tokens: while they are multiplied, the next panels are on their way.
+INLINE void fetch(const void* p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 2);
+}
 
 template <int TOKENS, int PANELS>
 struct Tile {
     f32x16 out[TOKENS][PANELS];
 
     void f32(const Linear& w, const Operand& a, int p, int t) {
-        const int width = padded(w.inputs);
-        const char* panel = w.weights + p * w.panel_bytes();
+        const int width = padded(w.inputs), inputs = w.inputs;
+        const size_t stride = (size_t)inputs * LANES;
+        const float* panel = (const float*)w.weights + p * stride;
         const float* x = (const float*)a.data + (size_t)t * width;
         f32x16 sum[TOKENS][PANELS] = {};
-        for (int k = 0; k < w.inputs; k++)
-            for (int j = 0; j < PANELS; j++) {
-                f32x16 weights = load<f32x16>(panel + j * w.panel_bytes() + (size_t)k * LANES * 4);
-                for (int i = 0; i < TOKENS; i++) sum[i][j] += weights * x[(size_t)i * width + k];
+        for (int k = 0; k < inputs; k++) {
+            if (t == 0) UNROLL for (int j = 0; j < PANELS; j++) fetch(panel + (PANELS + j) * stride + k * LANES, 64);
+            f32x16 weights[PANELS];
+            UNROLL for (int j = 0; j < PANELS; j++) weights[j] = load16(panel + j * stride + (size_t)k * LANES);
+            UNROLL for (int i = 0; i < TOKENS; i++) {
+                f32x16 one = splat(x[i * width + k]);
+                UNROLL for (int j = 0; j < PANELS; j++) sum[i][j] += weights[j] * one;
             }
+        }
         memcpy(out, sum, sizeof out);
     }
 
     void bfloat(const Linear& w, const Operand& a, int p, int t) {
         const int width = padded(w.inputs), pairs = ceil_div(w.inputs, 2);
-        const char* panel = w.weights + p * w.panel_bytes();
+        const size_t stride = (size_t)pairs * LANES * 4;
+        const char* panel = w.weights + p * stride;
         const bf16* x = (const bf16*)a.data + (size_t)t * width;
         f32x16 sum[TOKENS][PANELS] = {};
-        for (int k = 0; k < pairs; k++)
-            for (int j = 0; j < PANELS; j++)
-                for (int i = 0; i < TOKENS; i++)
-                    sum[i][j] = dot_bf16(sum[i][j], panel + j * w.panel_bytes() + (size_t)k * 64,
-                                         x + (size_t)i * width + 2 * k);
+        for (int k = 0; k < pairs; k++) {
+            if (t == 0) UNROLL for (int j = 0; j < PANELS; j++) fetch(panel + (PANELS + j) * stride + k * 64, 64);
+            u32x16 weights[PANELS];
+            UNROLL for (int j = 0; j < PANELS; j++) weights[j] = load<u32x16>(panel + j * stride + (size_t)k * 64);
+            UNROLL for (int i = 0; i < TOKENS; i++) {
+                uint32_t two = load<uint32_t>(x + i * width + 2 * k);
+                UNROLL for (int j = 0; j < PANELS; j++) sum[i][j] = dot_bf16(sum[i][j], weights[j], two);
+            }
+        }
         memcpy(out, sum, sizeof out);
     }
 
     void int8(const Linear& w, const Operand& a, int p, int t) {
         const int width = padded(w.inputs), groups = width / GROUP;
-        const char* panel = w.weights + p * w.panel_bytes();
+        const size_t stride = (size_t)groups * GROUP_BYTES;
+        const char* panel = w.weights + p * stride;
         const int8_t* x = (const int8_t*)a.data + (size_t)t * width;
         const float* scale = a.scale + (size_t)t * groups;
         const int32_t* bias = a.bias + (size_t)t * groups;
-        f32x16 sum[TOKENS][PANELS] = {};
-        for (int g = 0; g < groups; g++) {
+        memset(out, 0, sizeof out);
+        for (int g = 0; g < groups; g++, panel += GROUP_BYTES, x += GROUP) {
             Sums part[TOKENS][PANELS];
-            for (int i = 0; i < TOKENS; i++)
-                for (int j = 0; j < PANELS; j++) part[i][j].start(bias[i * groups + g]);
-            for (int k = 0; k < GROUP; k += 4)
-                for (int j = 0; j < PANELS; j++)
-                    for (int i = 0; i < TOKENS; i++)
-                        part[i][j].add(panel + j * w.panel_bytes() + (size_t)g * GROUP_BYTES + k * LANES,
-                                       x + (size_t)i * width + g * GROUP + k);
-            for (int j = 0; j < PANELS; j++) {
-                f32x16 s = load<f32x16>(panel + j * w.panel_bytes() + (size_t)g * GROUP_BYTES + GROUP * LANES);
-                for (int i = 0; i < TOKENS; i++) sum[i][j] += part[i][j].floats() * (s * scale[i * groups + g]);
+            UNROLL for (int i = 0; i < TOKENS; i++)
+                UNROLL for (int j = 0; j < PANELS; j++) part[i][j].start(bias[i * groups + g]);
+            if (t == 0) UNROLL for (int j = 0; j < PANELS; j++) fetch(panel + (PANELS + j) * stride, GROUP_BYTES);
+            UNROLL for (int k = 0; k < GROUP; k += 4) {
+                Weights weights[PANELS];
+                UNROLL for (int j = 0; j < PANELS; j++) weights[j] = load<Weights>(panel + j * stride + k * LANES);
+                UNROLL for (int i = 0; i < TOKENS; i++) {
+                    int32_t four = load<int32_t>(x + i * width + k);
+                    UNROLL for (int j = 0; j < PANELS; j++) part[i][j].add(weights[j], four);
+                }
             }
+            UNROLL for (int j = 0; j < PANELS; j++) {
+                f32x16 s = load<f32x16>(panel + j * stride + GROUP * LANES);
+                UNROLL for (int i = 0; i < TOKENS; i++) out[i][j] += part[i][j].floats() * (s * scale[i * groups + g]);
+            }
+            KEEP_IN_MEMORY(out);  // the registers are for the integer sums
         }
-        memcpy(out, sum, sizeof out);
     }
 
     __attribute__((noinline)) void compute(const Linear& w, const Operand& a, int p, int t) {

@@ -8,15 +8,16 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import numpy as np
 import torch
 
-from runtime.engine.batch import I32, Batch, SlotTable
+from runtime.engine.batch import F32, I32, Batch, SlotTable
 from runtime.engine.kv import PagedKV
+from runtime.engine.sampling import F64, U32
 from runtime.models.config import ModelConfig, ModelError
 from runtime.models.decoder import rope_table
 from runtime.models.loader import plan
 
-F32, BF16, I8 = 0, 1, 2
+_F32, _BF16, _I8 = 0, 1, 2  # Format of linear.h
 _LANES = 16
-_FORMATS = {torch.float32: F32, torch.bfloat16: BF16}
+_FORMATS = {torch.float32: _F32, torch.bfloat16: _BF16}
 
 
 class _Linear(ctypes.Structure):
@@ -70,9 +71,9 @@ class NativeModel:
         int8: bool,
         threads: int,
     ) -> None:
-        self._library, self._config, self._slots = library, config, slots
-        self._format, self._kv_format = I8 if int8 else _FORMATS[dtype], _FORMATS[dtype]
-        self._engine = library.engine_new(threads)
+        self.library, self._config, self._slots = library, config, slots
+        self._format, self._kv_format = _I8 if int8 else _FORMATS[dtype], _FORMATS[dtype]
+        self.engine = library.engine_new(threads)
         self._shapes = {param.name: param.parts for param in plan(config) if param.matrix}
         # One mapping for all matrices, in huge pages: a step streams through it from end to end.
         size = sum(self._packed_bytes(*shape) for shape in self._matrices())
@@ -105,7 +106,7 @@ class NativeModel:
 
     def _packed_bytes(self, outputs: int, inputs: int, paired: bool) -> int:
         # Each matrix starts on a cache line.
-        return -(-int(self._library.linear_bytes(outputs, inputs, self._format, paired)) // 64) * 64
+        return -(-int(self.library.linear_bytes(outputs, inputs, self._format, paired)) // 64) * 64
 
     def _keep(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor.contiguous())
@@ -135,8 +136,8 @@ class NativeModel:
         paired = kind == "gate_up"
         tensor = tensor.contiguous()
         at = self._arena_at + self._used
-        self._library.linear_pack(
-            self._engine, at, tensor.data_ptr(), _FORMATS[tensor.dtype], outputs, inputs, self._format, paired
+        self.library.linear_pack(
+            self.engine, at, tensor.data_ptr(), _FORMATS[tensor.dtype], outputs, inputs, self._format, paired
         )
         self._used += self._packed_bytes(outputs, inputs, paired)
         return _Linear(at, None, outputs, inputs, self._format, paired)
@@ -166,7 +167,7 @@ class NativeModel:
         step.page_table, step.page_stride = slots.pages.ctypes.data, slots.context_pages
         step.logits = logits.data_ptr()
         step.hidden = hidden.data_ptr() if hidden is not None else None
-        if not self._library.step_run(self._engine, ctypes.addressof(self._model), ctypes.addressof(step)):
+        if not self.library.step_run(self.engine, ctypes.addressof(self._model), ctypes.addressof(step)):
             raise ModelError(f"no memory for the activations of a step of {tokens} tokens; take smaller steps")
         return logits, hidden
 
@@ -174,19 +175,53 @@ class NativeModel:
         """Of rows of the hidden states: float32 [rows, vocab]."""
         hidden = hidden.contiguous()
         logits = torch.empty(len(hidden), self._config.vocab_size)
-        self._library.head_run(
-            self._engine, ctypes.addressof(self._model), hidden.data_ptr(), len(hidden), logits.data_ptr()
+        self.library.head_run(
+            self.engine, ctypes.addressof(self._model), hidden.data_ptr(), len(hidden), logits.data_ptr()
         )
         return logits
 
     def workspace_bytes(self) -> int:
-        return int(self._library.engine_workspace_bytes(self._engine))
+        return int(self.library.engine_workspace_bytes(self.engine))
 
     def close(self) -> None:
         """Ends the threads; the model can't be used afterwards."""
-        if self._engine:
-            self._library.engine_free(self._engine)
-            self._engine = None
+        if self.engine:
+            self.library.engine_free(self.engine)
+            self.engine = None
 
     def __del__(self) -> None:
         self.close()
+
+
+class NativeRows:
+    """``sampling.Rows`` by the library, on an engine's threads."""
+
+    def __init__(self, library: ctypes.CDLL, engine: int) -> None:
+        self._library, self._engine = library, engine
+
+    def best(self, logits: torch.Tensor) -> tuple[F32, I32]:
+        logits = logits.contiguous()
+        rows, vocab = logits.shape
+        values: F32 = np.empty(rows, np.float32)
+        tokens: I32 = np.empty(rows, np.int32)
+        self._library.rows_best(self._engine, logits.data_ptr(), rows, vocab, values.ctypes.data, tokens.ctypes.data)
+        return values, tokens
+
+    def draw(self, logits: torch.Tensor, which: I32, temperature: F32, first: U32, second: U32) -> I32:
+        logits, tokens = logits.contiguous(), np.empty(len(which), np.int32)
+        arrays = (which, temperature, first, second, tokens)
+        self._library.rows_draw(
+            self._engine, logits.data_ptr(), len(which), logits.shape[1], *(array.ctypes.data for array in arrays)
+        )
+        return tokens
+
+    def largest(self, logits: torch.Tensor, which: I32, temperature: F32, count: int) -> tuple[F32, I32, F64]:
+        logits = logits.contiguous()
+        values: F32 = np.empty((len(which), count), np.float32)
+        tokens: I32 = np.empty((len(which), count), np.int32)
+        mass: F32 = np.empty(len(which), np.float32)
+        self._library.rows_largest(
+            self._engine, logits.data_ptr(), len(which), logits.shape[1], which.ctypes.data,
+            temperature.ctypes.data, count, values.ctypes.data, tokens.ctypes.data, mass.ctypes.data,
+        )  # fmt: skip
+        return values, tokens, mass.astype(np.float64)

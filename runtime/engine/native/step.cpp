@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "pool.h"
+#include "sampling.h"
 
 struct Layer {
     const float *attn_norm, *q_norm, *k_norm, *mlp_norm;  // q_norm and k_norm may be null
@@ -126,7 +127,7 @@ class Forward {
     bool arrange() {
         const int widest = std::max({x_stride, attn_stride, act_stride}), team = e.pool.threads();
         operand_size = (operand_bytes(tokens, widest) + 63) / 64 * 64;
-        scratch_size = (std::max(Attention::floats(group, m.head_dim), (size_t)widest) + 15) / 16 * 16;
+        scratch_size = (std::max(Attention<float>::floats(group, m.head_dim), (size_t)widest) + 15) / 16 * 16;
         const size_t floats = (size_t)tokens * (x_stride + qkv_stride + attn_stride + act_stride);
         char* memory = e.workspace(floats * 4 + (few ? team : 1) * operand_size + team * scratch_size * 4);
         if (!memory) return false;
@@ -278,14 +279,15 @@ class Forward {
         const int64_t head = (int64_t)u.kv_head * group * m.head_dim;
         const float* q = qkv + (size_t)first_token * qkv_stride + head;
         float* to = attn + (size_t)first_token * attn_stride + head;
-        Attention attention(mine, group, m.head_dim);
         const int first = s.cached[u.row] + u.first;
         if (m.kv_format == BF16)
-            attention.run(pages(u.row), (const bf16*)layer.keys, (const bf16*)layer.values, m.kv_heads, u.kv_head,
-                          first, u.tokens, q, qkv_stride, to, attn_stride);
+            Attention<bf16>(mine, group, m.head_dim)
+                .run(pages(u.row), (const bf16*)layer.keys, (const bf16*)layer.values, m.kv_heads, u.kv_head, first,
+                     u.tokens, q, qkv_stride, to, attn_stride);
         else
-            attention.run(pages(u.row), (const float*)layer.keys, (const float*)layer.values, m.kv_heads, u.kv_head,
-                          first, u.tokens, q, qkv_stride, to, attn_stride);
+            Attention<float>(mine, group, m.head_dim)
+                .run(pages(u.row), (const float*)layer.keys, (const float*)layer.values, m.kv_heads, u.kv_head, first,
+                     u.tokens, q, qkv_stride, to, attn_stride);
     }
 };
 
@@ -310,6 +312,35 @@ void linear_pack(Engine* engine, char* out, const void* source, int source_forma
         engine->pool.each(w.panels(), [&](int p) {
             if (source_format == BF16) pack_panel(w, out, (const bf16*)source, p);
             else pack_panel(w, out, (const float*)source, p);
+        });
+    });
+}
+
+// For each row of logits [rows][vocab]: the largest, NaN where any is NaN or +inf, and its first place.
+void rows_best(Engine* engine, const float* logits, int rows, int vocab, float* value, int32_t* token) {
+    engine->pool.run([&](int) {
+        engine->pool.each(rows, [&](int r) { best_of(logits + (size_t)r * vocab, vocab, value[r], token[r]); });
+    });
+}
+
+// For each listed row a draw from softmax(logits / temperature), by the noise of keys first and second.
+void rows_draw(Engine* engine, const float* logits, int rows, int vocab, const int32_t* which, const float* temperature,
+               const uint32_t* first, const uint32_t* second, int32_t* token) {
+    engine->pool.run([&](int) {
+        engine->pool.each(rows, [&](int r) {
+            token[r] = draw_from(logits + (size_t)which[r] * vocab, vocab, temperature[r], first[r], second[r]);
+        });
+    });
+}
+
+// For each listed row the `count` largest of logits / temperature, descending, equal ones by place, and the sum of
+// exp(logit / temperature - largest) over all.
+void rows_largest(Engine* engine, const float* logits, int rows, int vocab, const int32_t* which,
+                  const float* temperature, int count, float* values, int32_t* tokens, float* mass) {
+    engine->pool.run([&](int) {
+        engine->pool.each(rows, [&](int r) {
+            mass[r] = largest_of(logits + (size_t)which[r] * vocab, vocab, temperature[r], count,
+                                 values + (size_t)r * count, tokens + (size_t)r * count);
         });
     });
 }
