@@ -225,13 +225,13 @@ class Frontend:
 
     async def report(self, mailbox: LocalMailbox[StepText] | SocketMailbox[StepText]) -> None:
         while True:
+            self._dirty = anyio.Event()
             values = {**self._values, "requests_open": float(len(self._table.live))}
             if isinstance(mailbox, SocketMailbox):
                 values["garbage_frames"] = float(mailbox.garbage)
             histograms = {name: histogram.report() for name, histogram in self._histograms.items()}
             self._ctx.cast_nowait(METRICS, Report(self._ctx.path, values, histograms))
             await anyio.sleep(REPORT_PERIOD_S)
-            self._dirty = anyio.Event()
             await self._dirty.wait()
 
 
