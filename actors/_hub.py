@@ -193,6 +193,11 @@ class Hub:
             at = at.rpartition("/")[0]
         raise NoSuchActor(path)
 
+    def stale(self, path: str, generation: int) -> ActorDied:
+        """What a message to an earlier incarnation is answered with."""
+        reason = self.end_of(path, generation) or Lost("another generation is in its place")
+        return ActorDied(path, generation, reason)
+
     def changed(self) -> None:
         if self.on_change is not None:
             self.on_change()

@@ -257,7 +257,7 @@ class TaskActor:
     # -- endpoint ---
     def _check_generation(self, generation: int) -> None:
         if generation and generation != self.generation:
-            raise ActorDied(self.path, generation, Lost(f"generation {self.generation} is in its place"))
+            raise self.hub.stale(self.path, generation)
 
     def accept_call(self, call: PendingCall) -> None:
         self._check_generation(call.generation)
