@@ -21,7 +21,7 @@ from .messages import SamplingParams, StepText
 from .peers import DETOKENIZER, METRICS, Peers, value, walk
 from .report import Histogram, Report
 from .requests import Request, RequestTable
-from .service import BadRequest, Delta, ModelInfo, Sink, TokenizerClient, Unavailable
+from .service import BadRequest, Delta, ModelInfo, QueueFull, Sink, TokenizerClient, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
 REPORT_PERIOD_S = 0.1
@@ -59,6 +59,9 @@ class Frontend:
 
     def ready(self) -> bool:
         return bool(self._engine) and self._detokenizer_up and self._tokenizer.up and not self.draining
+
+    def recovering(self) -> bool:
+        return self._was_ready.is_set() and not self.ready() and not self.draining
 
     async def wait_ready(self) -> None:
         """Until everything behind this frontend was up once; says now and then that it waits."""
@@ -123,6 +126,10 @@ class Frontend:
             raise Unavailable("The server is shutting down and takes no new requests.", retry_after_s=5)
         if self._info is None:
             raise Unavailable("The model is still being loaded; /ready says how far it is.", retry_after_s=2)
+        if not self._engine and len(self._table.live) >= self.config.engine.max_queued_requests:
+            raise QueueFull(
+                f"The engine is being restarted and {len(self._table.live)} requests wait for it already.", 5
+            )
         params = checked(self._info, prompt, params)
         check_options(priority, cache_salt, deadline_s)
         request = self._table.open(prompt, params, priority=priority, salt=cache_salt, budget_s=deadline_s, sink=sink)
