@@ -20,6 +20,7 @@ from serve.servekit import Server, descendants
 SETTINGS = (
     "supervision.debug_faults=true",
     "supervision.hang_timeout_s=3",
+    "supervision.start_timeout_s=20",
     "supervision.intensity=10000",
     "log.file=/dev/full",
     "engine.step_tokens=256",
