@@ -25,8 +25,17 @@ PIECE_WORDS = 8  # row, slot, start, end (keys), first piece of the row, pieces 
 PIECE_PAGES = 4  # read in one round of the kernel's loop; pieces are multiples of it
 LEAST_PIECE_TOKENS = 128
 LINES = 16  # of a tile for the tensor cores, at least
-STAGES = 3
 MOST_SHARED_BYTES = 160 << 10
+
+
+def shape_for(rows: int) -> tuple[int, int]:
+    """(warps, stages) that are fastest for a batch of so many rows on an H200."""
+    return 1, 3
+
+
+def extra_pieces(rows: int, kv_heads: int, multiprocessors: int) -> int:
+    """How many pieces more than rows there is room for."""
+    return max(4 * multiprocessors // kv_heads, rows)
 
 
 @triton.jit(do_not_specialize=["most_rows", "most_pieces"])
@@ -196,8 +205,8 @@ class Pieces:
         self.arrived = torch.zeros((rows, kv_heads), dtype=torch.int32, device=device)
 
     def room_for(self, rows: int) -> int:
-        """Pieces that a batch may be cut into: about 4 programs a multiprocessor beyond one piece a row."""
-        return rows + max(4 * self.multiprocessors // self.kv_heads, rows)
+        """Pieces that a batch may be cut into."""
+        return rows + extra_pieces(rows, self.kv_heads, self.multiprocessors)
 
 
 def cut(slots: Tensor, positions: Tensor, rows_count: Tensor, rows: int, work: Pieces, page_tokens: int) -> None:
@@ -222,7 +231,7 @@ def decode_attention(
     scale: float,
     *,
     pdl: bool = False,
-    warps: int = 1,
+    warps: int = 0,
     stages: int = 0,
 ) -> None:
     """Attend for rows that ``cut`` has cut and whose new keys and values are in the cache.
@@ -235,8 +244,10 @@ def decode_attention(
     q_heads = out.shape[1] // head_dim
     group = triton.next_power_of_2(q_heads // kv_heads)
     # What is in flight must fit into a multiprocessor's shared memory.
-    round_bytes = 2 * PIECE_PAGES * page_tokens * head_dim * q.element_size()
-    stages = stages or (STAGES if (STAGES - 1) * round_bytes <= MOST_SHARED_BYTES else 2)
+    if not warps:
+        warps, stages = shape_for(q.shape[0])
+        if (stages - 1) * 2 * PIECE_PAGES * page_tokens * head_dim * q.element_size() > MOST_SHARED_BYTES:
+            stages = 2
     _decode[(kv_heads, work.room_for(q.shape[0]))](
         q, k_cache, v_cache, pages, work.pieces, work.total, work.partial, work.lse, work.arrived, out, q.stride(0),
         pages.stride(0), scale * 1.4426950408889634,

@@ -17,6 +17,7 @@ from runtime.engine.kernels.launch import options
 
 BLOCK_M = 128
 BLOCK_N = 64
+SHAPE = (8, 3, True, None)  # warps, stages, whether keys that all lines see have a loop of their own, registers
 
 
 @triton.jit
@@ -113,8 +114,8 @@ def extend_attention(
     out: Tensor,
     scale: float,
     *,
-    warps: int = 8,
-    stages: int = 3,
+    warps: int = 0,
+    stages: int = 0,
     split: bool = True,
     registers: int | None = None,
 ) -> None:
@@ -124,6 +125,8 @@ def extend_attention(
     int32 [rows + 1]: the row's new tokens are lines [starts[r], starts[r + 1]) of q, at positions cached[r] + 0, 1...
     """
     _, kv_heads, page_tokens, head_dim = k_cache.shape
+    if not warps:
+        warps, stages, split, registers = SHAPE
     _extend[(kv_heads, tile_row.shape[0])](
         q, k_cache, v_cache, pages, slots, cached, starts, tile_row, tile_index, out, q.stride(0), pages.stride(0),
         scale * 1.4426950408889634,
