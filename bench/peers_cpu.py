@@ -2,8 +2,9 @@
 
     python bench/peers_cpu.py --llama-python ~/llama/bin/python [--rounds 2] [--set section.key=value ...]
 
-The servers run one at a time, in turns (ours, theirs, ours, theirs); each figure is the median of its rounds. llama.cpp
-comes as the package xllamacpp, which may live in an environment of its own:
+The servers run one at a time, in turns (ours, theirs, ours, theirs); each figure is the best of its rounds, the one
+that other work on the machine disturbed least. llama.cpp comes as the package xllamacpp, which may live in an
+environment of its own:
 
     python -m venv ~/llama && ~/llama/bin/pip install xllamacpp
 """
@@ -11,7 +12,6 @@ comes as the package xllamacpp, which may live in an environment of its own:
 import argparse
 import asyncio
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -130,14 +130,15 @@ def main() -> int:
         rounds: dict[str, list[list[float]]] = {name: [] for name in servers}
         for number in range(args.rounds):
             for name, start in servers.items():
-                print(f"round {number + 1}: {name}", file=sys.stderr)
+                print(f"round {number + 1}: {name}  (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
                 with start() as url:
                     figures = asyncio.run(measure(url, derive_name(source), tokenizer, args.tokens))
                 rounds[name].append(figures)
-    print(f"{derive_name(source)}, {args.threads} threads, median of {args.rounds} rounds; ours with {settings}")
+    print(f"{derive_name(source)}, {args.threads} threads, best of {args.rounds} rounds; ours with {settings}")
     print(f"{'':52s} {'ours':>9s} {'llama.cpp':>9s} {'ratio':>7s}")
     for at, bar in enumerate(BARS):
-        mine, theirs = (statistics.median(figures[at] for figures in rounds[name]) for name in servers)
+        best = max if bar.more_is_better else min
+        mine, theirs = (best(figures[at] for figures in rounds[name]) for name in servers)
         ratio = mine / theirs
         print(f"{bar.name:52s} {mine:9.1f} {theirs:9.1f} {ratio:6.2f}x  {bar.unit:8s}  {bar.verdict(ratio)}")
     return 0
