@@ -9,7 +9,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help serve test test-full lint clean
+.PHONY: help serve test test-full chaos lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test    check style and types, and run the tests"
 	@echo "make lint    the first half of that"
 	@echo "make test-full  the engine against transformers with nothing left out: an hour or two"
+	@echo "make chaos   every fault at every moment over real servers, then 20 minutes of them: an hour or two"
 	@echo "make clean   remove $(VENV)"
 
 serve: $(VENV)/.serve
@@ -29,6 +30,14 @@ test: lint
 # prompts against its generate. `make test` takes a seeded share of these.
 test-full: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full tests/engine/test_equality.py $(ARGS)
+
+# ROUNDS of faults on each of three servers, then a soak of MINUTES on each: SEED says which. `make test` takes a few.
+ROUNDS ?= 60
+MINUTES ?= 20
+SEED ?= 1
+chaos: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/chaos --chaos-rounds $(ROUNDS) --chaos-seed $(SEED) \
+		--soak-minutes $(MINUTES) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check

@@ -22,7 +22,8 @@ from ._spec import ChildSpec
 
 FAILED_START_GRACE_S = 0.3  # for a process whose start has failed to be gone
 EXIT_GRACE_S = 5.0  # for a process whose target has ended to be gone
-LOST_GRACE_S = 2.0  # for a process that closed its control channel to be gone
+ORPHAN_GRACE_S = 1.0  # for a process that finds its parent gone: nobody is left whom its work would help
+LOST_GRACE_S = 0.5  # for a process that closed its control channel to be gone; less than it gives itself as an orphan
 REAP_TIMEOUT_S = 10.0  # for a killed process to be gone
 STACKS_TIMEOUT_S = 1.0
 TAIL_LINES = 50
@@ -84,7 +85,7 @@ class ProcessActor:
         self.state = State.SPAWNING
         self._begun_at = anyio.current_time()
         self._extend_start()
-        grace = EXIT_GRACE_S if self._spec.stop_timeout is None else self._spec.stop_timeout
+        grace = ORPHAN_GRACE_S if self._spec.stop_timeout is None else min(self._spec.stop_timeout, ORPHAN_GRACE_S)
         try:
             self._process = process = self._launcher.launch(self._spec, self.path, grace)
         except (OSError, ValueError) as exc:

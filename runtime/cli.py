@@ -113,7 +113,7 @@ def _is_source(word: str) -> bool:
 def _serve(config: "Config", arguments: argparse.Namespace) -> int:
     from runtime.serve import main as serve
 
-    return serve(config)
+    return serve(config, lambda: _config(arguments))
 
 
 def _check(config: "Config", arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ It is the ``Service`` that the HTTP app and embedders talk to. It can be opened 
 says what it waits for.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,9 +19,10 @@ from .limits import check_options, checked
 from .mailbox import DataPlane, LocalMailbox, Outbox, SocketMailbox
 from .messages import SamplingParams, StepText
 from .peers import DETOKENIZER, METRICS, Peers, value, walk
+from .reload import Reloaded
 from .report import Histogram, Report
 from .requests import Request, RequestTable
-from .service import BadRequest, Delta, ModelInfo, Sink, TokenizerClient, Unavailable
+from .service import BadRequest, Delta, ModelInfo, QueueFull, Sink, TokenizerClient, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
 REPORT_PERIOD_S = 0.1
@@ -37,6 +38,7 @@ class Frontend:
         self.up = FrontendUp(origin)
         self.draining = False
         self.idle = anyio.Event()
+        self.on_reload: Callable[[Config], None] = lambda config: None
         self._ctx = ctx
         self._info: ModelInfo | None = None
         self._table = RequestTable(origin, anyio.current_time, self._observe)
@@ -59,6 +61,9 @@ class Frontend:
 
     def ready(self) -> bool:
         return bool(self._engine) and self._detokenizer_up and self._tokenizer.up and not self.draining
+
+    def recovering(self) -> bool:
+        return self._was_ready.is_set() and not self.ready() and not self.draining
 
     async def wait_ready(self) -> None:
         """Until everything behind this frontend was up once; says now and then that it waits."""
@@ -123,6 +128,8 @@ class Frontend:
             raise Unavailable("The server is shutting down and takes no new requests.", retry_after_s=5)
         if self._info is None:
             raise Unavailable("The model is still being loaded; /ready says how far it is.", retry_after_s=2)
+        if not self._engine and len(self._table.live) >= self.config.engine.max_queued_requests:
+            raise QueueFull("The engine is being restarted, and as many requests as may wait for it do.", 5)
         params = checked(self._info, prompt, params)
         check_options(priority, cache_salt, deadline_s)
         request = self._table.open(prompt, params, priority=priority, salt=cache_salt, budget_s=deadline_s, sink=sink)
@@ -141,6 +148,12 @@ class Frontend:
     def fail_all(self, sentence: str) -> None:
         """End every live request with an error that says ``sentence``."""
         self._table.fail_all(sentence, "shutdown")
+
+    async def hear_reloads(self) -> None:
+        """Take in what changes of the configuration while we run."""
+        async for payload in self._ctx.inbox:
+            self.config = value(payload, Reloaded).config
+            self.on_reload(self.config)
 
     # --- hearing
 
@@ -225,13 +238,13 @@ class Frontend:
 
     async def report(self, mailbox: LocalMailbox[StepText] | SocketMailbox[StepText]) -> None:
         while True:
+            self._dirty = anyio.Event()
             values = {**self._values, "requests_open": float(len(self._table.live))}
             if isinstance(mailbox, SocketMailbox):
                 values["garbage_frames"] = float(mailbox.garbage)
             histograms = {name: histogram.report() for name, histogram in self._histograms.items()}
             self._ctx.cast_nowait(METRICS, Report(self._ctx.path, values, histograms))
             await anyio.sleep(REPORT_PERIOD_S)
-            self._dirty = anyio.Event()
             await self._dirty.wait()
 
 
@@ -255,6 +268,7 @@ async def open_frontend(
             for path in (peers.schedulers[0], *peers.standbys):
                 tasks.start_soon(front.watch_engine, path, plane)
             tasks.start_soon(front.watch_detokenizer)
+            tasks.start_soon(front.hear_reloads)
             tasks.start_soon(front.watch_tokenizer)
             tasks.start_soon(front.report, mailbox)
             try:

@@ -4,6 +4,7 @@ The loop sleeps in one poll over its mailbox and its control notices when there 
 there is. It imports torch while the model's files are still on their way.
 """
 
+import dataclasses
 import gc
 import time
 
@@ -18,6 +19,7 @@ from .handshakes import DetokenizerUp, FrontendUp, SchedulerUp
 from .mailbox import DataPlane, Outbox, SocketMailbox
 from .messages import Abort, Flush, StepTokens, Submit, ToScheduler
 from .peers import DETOKENIZER, METRICS, MODEL, Peers, value
+from .reload import Reloaded
 from .report import Report
 from .sources import ModelFiles
 
@@ -152,6 +154,10 @@ class Rank:
                     self._origins[path] = value(notice.value, FrontendUp).origin
                 case actors.Down(path=path) if path in self._origins:
                     self.core.abort_origin(self._origins.pop(path))
+                case actors.Cast(payload=Reloaded(config=config)):
+                    limits = self.core.scheduler.config
+                    queued = config.engine.max_queued_requests
+                    self.core.scheduler.config = dataclasses.replace(limits, max_queued_requests=queued)
                 case actors.Cast(payload=payload) if self.door is not None:
                     self.door.take(payload)
                 case actors.Stop():

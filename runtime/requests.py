@@ -177,6 +177,7 @@ class RequestTable:
             return
         request.finished = True
         request.news.set()
+        self._observe(request, Delta(finish="abort"))
         self._forget(request)
         self._left(request)
 

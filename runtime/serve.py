@@ -4,7 +4,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from .config import Config
 from .console import Console, failure_block
 from .listen import bind
 from .log import configure
+from .reload import Reloader
 from .tree import Tree, open_tree
 
 E = TypeVar("E", bound=BaseException)
@@ -29,8 +30,11 @@ class _Ended(Exception):
         self.code = code
 
 
-def main(config: Config) -> int:
-    """Serve until a signal or a failure ends it. Returns the process's exit code."""
+def main(config: Config, reread: Callable[[], Config]) -> int:
+    """Serve until a signal or a failure ends it. Returns the process's exit code.
+
+    ``reread`` gives the configuration anew, for SIGHUP; raises ConfigError.
+    """
     began = time.monotonic()
     configure(config.log)
     try:
@@ -40,20 +44,23 @@ def main(config: Config) -> int:
         return 1
     console = Console(config, began)
     try:
-        return trio.run(partial(_serve, config, listener, console))
+        return trio.run(partial(_serve, config, reread, listener, console))
     finally:
         listener.close()
         console.close()
 
 
-async def _serve(config: Config, listener: socket.socket, console: Console) -> int:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+async def _serve(config: Config, reread: Callable[[], Config], listener: socket.socket, console: Console) -> int:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         try:
             async with (
                 open_tree(config, listener=listener, wait_started=False, on_event=console.event) as tree,
                 anyio.create_task_group() as tasks,
             ):
-                tasks.start_soon(_mind_signals, signals, tree, console)
+                reloader = Reloader(config, reread, tree.supervisor)
+                for path in tree.configured:
+                    tasks.start_soon(reloader.follow, path)
+                tasks.start_soon(_mind_signals, signals, tree, reloader, console)
                 await tree.supervisor.wait_started()
                 console.ready("http://{}:{}".format(*listener.getsockname()[:2]), tree.supervisor.snapshot())
                 await tree.supervisor.wait()
@@ -62,17 +69,19 @@ async def _serve(config: Config, listener: socket.socket, console: Console) -> i
     return 0
 
 
-async def _mind_signals(signals: AsyncIterator[int], tree: Tree, console: Console) -> None:
-    """The first signal drains, the second ends at once."""
-    supervision = tree.config.supervision
-    first = await anext(signals)
+async def _mind_signals(signals: AsyncIterator[int], tree: Tree, reloader: Reloader, console: Console) -> None:
+    """The first signal drains, the second ends at once; SIGHUP reads the configuration again."""
+    while (first := await anext(signals)) == signal.SIGHUP:
+        reloader.reload()
+    supervision = reloader.config.supervision
     console.stopping(signal.Signals(first).name)
     second = 0
     async with anyio.create_task_group() as patience:
 
         async def hurry() -> None:
             nonlocal second
-            second = await anext(signals)
+            while (second := await anext(signals)) == signal.SIGHUP:
+                pass
             console.stopping(signal.Signals(second).name)
             patience.cancel_scope.cancel()
 

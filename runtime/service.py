@@ -149,6 +149,10 @@ class Service(Protocol):
 
     def ready(self) -> bool: ...
 
+    def recovering(self) -> bool:
+        """It was ready and will be again: something is being restarted. Requests are taken, and wait for it."""
+        ...
+
     async def status(self) -> dict[str, Any]:
         """``{"state": "starting" | "ready" | "degraded" | "draining", "actors": [...]}``"""
         ...

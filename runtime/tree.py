@@ -72,10 +72,11 @@ def final(reason: actors.ExitReason) -> bool:
 class Tree:
     """A running serving tree. Made by ``open_tree``."""
 
-    def __init__(self, config: Config, supervisor: actors.Supervisor, fronts: tuple[str, ...]) -> None:
+    def __init__(self, config: Config, supervisor: actors.Supervisor, fronts: tuple[str, ...], peers: Peers) -> None:
         self.config, self.supervisor = config, supervisor
         self.frontend: Frontend | None = None  # the embedder's own
         self._fronts = fronts
+        self.configured = (*peers.frontends, *peers.engines)  # the actors that a reload concerns
 
     async def drain(self, budget_s: float) -> None:
         """Stop the frontends: no new requests; running ones have ``budget_s`` to finish, the rest end with an error."""
@@ -213,7 +214,7 @@ async def open_tree(
             wait_started=False,
             on_event=on_event,
         ) as supervisor:
-            tree = Tree(config, supervisor, fronts)
+            tree = Tree(config, supervisor, fronts, peers)
             try:
                 if wait_started:
                     await supervisor.wait_started()

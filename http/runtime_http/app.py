@@ -75,8 +75,7 @@ def _front(service: Service, options: Options | None) -> Front:
 
 def _blueprint(front: Front) -> Blueprint:
     found = Blueprint("runtime_http", __name__)
-    debug = front.service.config.supervision.debug_faults
-    for path, methods, handler, needs in (*ROUTES, *(DEBUG_ROUTES if debug else ())):
+    for path, methods, handler, needs in (*ROUTES, *(DEBUG_ROUTES if front.options.debug_faults else ())):
         found.add_url_rule(path, path, _view(front, handler, needs), methods=methods.split())
     found.register_error_handler(ApiError, _on_api_error(front))
     found.register_error_handler(ServiceError, _on_api_error(front))

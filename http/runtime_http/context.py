@@ -70,7 +70,8 @@ class Call:
     def require_ready(self) -> None:
         if self.front.draining:
             raise not_ready("The server is shutting down.")
-        if not self.front.service.ready():
+        service = self.front.service
+        if not (service.ready() or service.recovering()):
             raise not_ready("The server takes no requests at present; GET /ready tells why.")
 
     async def body(self) -> bytes:

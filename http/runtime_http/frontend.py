@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+from functools import partial
 
 import trio
 
@@ -11,7 +12,15 @@ from runtime.config import Config
 from runtime.frontend import open_frontend
 from runtime.mailbox import DataPlane
 from runtime.peers import Peers
+from runtime_http.app import create_app, front_of
+from runtime_http.front import Front
+from runtime_http.options import Options
 from runtime_http.serve import LAST_WORDS_S, serve
+
+
+def reload(front: Front, config: Config) -> None:
+    """Requests from now on are judged by ``config``."""
+    front.options = Options.of(config)
 
 
 async def frontend(
@@ -43,8 +52,10 @@ async def frontend(
                 await front.wait_ready()
                 ctx.started(front.up)
 
+            app = create_app(front)
+            front.on_reload = partial(reload, front_of(app))
             nursery.start_soon(say_started)
-            await serve(front, [listener], shutdown_trigger=drained)
+            await serve(front, [listener], app=app, shutdown_trigger=drained)
             nursery.cancel_scope.cancel()
     if plane is None:
         data_plane.close()

@@ -23,6 +23,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 30.0
     max_behind_bytes: int = 64 * 1024  # unsent text of one stream; beyond it the request is aborted
     backlog: int = 2048
+    debug_faults: bool = False  # offer the debug door, for tests
 
     @classmethod
     def of(cls, config: Any) -> "Options":
@@ -36,4 +37,5 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             keep_alive_s=http.keep_alive_s,
             request_timeout_s=http.request_timeout_s,
             drain_s=config.supervision.drain_timeout_s,
+            debug_faults=getattr(config.supervision, "debug_faults", False),
         )

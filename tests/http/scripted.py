@@ -182,6 +182,9 @@ class ScriptedService:
                 generation.sink.push(delta)
             await anyio.sleep(self.step_s)
 
+    def recovering(self) -> bool:
+        return False
+
     def ready(self) -> bool:
         return self.is_ready
 

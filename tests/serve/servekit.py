@@ -263,6 +263,12 @@ class Server:
         while (value := self.metric(name, **labels)) != wanted:
             assert time.monotonic() < deadline, f"{name} is {value}, not {wanted}"
 
+    def wait_log(self, words: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while words not in self.log:
+            assert time.monotonic() < deadline, f"{words!r} is not in the log:\n{self.log}"
+            time.sleep(0.01)
+
     # --- ends
 
     def wait_exit(self, patience_s: float = PATIENCE_S) -> int:

@@ -112,6 +112,7 @@ def test_what_is_down_can_be_seen(tmp_path: Path) -> None:
         down = server.wait_phase("replica0/scheduler0", lambda actor: actor["state"] != "running")
         assert down["last_exit"] == "killed by SIGKILL"
         assert any(reply.status == 503 and reply.json["state"] == "degraded" for reply in server.answers())
+        assert server.complete(STORY, max_tokens=2)["choices"][0]["finish_reason"] == "length"  # it waited
         server.wait_ready()
         assert server.actors()["replica0/scheduler0"]["restarts"] == 1
 

@@ -1,8 +1,11 @@
 """Ends: by signal, with and without patience, and by the root's own death."""
 
+import contextlib
+import os
 import signal
 from pathlib import Path
 
+import pytest
 from servekit import Server, descendants
 
 STORY = "Once upon a time there was a small town by the sea, and in it"
@@ -59,11 +62,34 @@ def test_a_second_signal_ends_now(fresh: Server) -> None:
     fresh.wait_gone(family, 2)
 
 
-def test_kill_9_of_the_root_leaves_nothing(fresh: Server) -> None:
+def left_behind(pids: set[int]) -> set[str]:
+    """Shared memory, temporary files of ours, and listening data sockets."""
+    files = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    files |= {str(path) for path in Path("/tmp").iterdir() if "runtime" in path.name or "actor" in path.name}
+    inodes: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            inodes |= {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return files | {line for line in sockets if "@runtime-" in line and f"socket:[{line.split()[6]}]" in inodes}
+
+
+@pytest.mark.parametrize("moment", ["idle", "streaming", "draining"])
+def test_kill_9_of_the_root_leaves_nothing(fresh: Server, moment: str) -> None:
+    before = left_behind(set())
     stream = fresh.stream(STORY, **LONG)
     stream.wait_events(2)
+    if moment == "idle":
+        stream.hang_up()
+        fresh.wait_metric("runtime_kv_pages", 0, state="used")
+    if moment == "draining":
+        fresh.process.send_signal(signal.SIGTERM)
+        for reply in fresh.answers():
+            if reply.json["state"] == "draining":
+                break
     family = descendants(fresh.process.pid)
     assert family
     fresh.process.kill()
     fresh.wait_exit()
     fresh.wait_gone(family, 2)
+    assert left_behind(family) <= before
