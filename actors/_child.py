@@ -42,32 +42,28 @@ def watch_parent(fd: int, grace_s: float) -> None:
 
 
 def end_session(session: int) -> None:
-    """SIGKILL for every process of this OS session but its leader."""
-    for pid in session_members(session):
-        if pid != session:
+    """SIGKILL for every process of this OS session but its leader; twice, for what was forked meanwhile."""
+    for _ in range(2):
+        members = [pid for pid in session_members(session) if pid != session]
+        for pid in members:
             try:
                 os.kill(pid, 9)
             except (ProcessLookupError, PermissionError):
                 continue
+        if not members:
+            return
 
 
 def session_members(session: int) -> list[int]:
-    """The processes of an OS session, zombies left out."""
+    """The processes of an OS session."""
     members: list[int] = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                fd = os.open(f"/proc/{entry}/stat", os.O_RDONLY)
-            except OSError:
+                if os.getsid(int(entry)) == session:
+                    members.append(int(entry))
+            except (ProcessLookupError, PermissionError):
                 continue
-            try:
-                state, _, _, sid = os.read(fd, 4096).rpartition(b")")[2].split()[:4]
-            except OSError:
-                continue
-            finally:
-                os.close(fd)
-            if int(sid) == session and state != b"Z":
-                members.append(int(entry))
     return members
 
 

@@ -17,7 +17,7 @@ from ._incarnation import Incarnation
 from ._launcher import Launcher, LocalLauncher
 from ._link import Link
 from ._peer import Peer
-from ._runner import Environment, nested_snapshots
+from ._runner import Environment, nested_snapshots, refresh
 from ._snapshot import Snapshot
 from ._task import TaskActor
 from ._wire import (
@@ -99,6 +99,7 @@ class ProcessMain:
         """The life of the actor; its bye is out when this returns."""
         self._link.continue_with(reader)
         async with anyio.create_task_group() as tasks:
+            self._hub.tasks = tasks
             tasks.start_soon(self._read, early)
             tasks.start_soon(self._link.write)
             tasks.start_soon(self._push_tree)
@@ -164,7 +165,8 @@ class ProcessMain:
             children=nested_snapshots(self._hub, actor.path),
         )
 
-    def _answer_snapshot(self, call: PendingCall) -> None:
+    async def _answer_snapshot(self, call: PendingCall) -> None:
+        await refresh(self._hub)
         call.finish(Parcel(self._snapshot()))
 
     def _on_change(self) -> None:

@@ -162,6 +162,11 @@ class Core(Struct, eq=False):
         held = [child.hold_until for child in self.children.values() if child.want and child.status == "down"]
         return min((until for until in held if until > self._seen_at), default=math.inf)
 
+    def is_down_for_good(self, name: str) -> bool:
+        """Whether the child has ended and nothing but a request will start it again."""
+        child = self.children[name]
+        return child.status == "down" and not child.want
+
     def stop(self, now: float, deadline: float, by: str) -> list[Action]:
         """End all of it, in reverse order; a second stop may only shorten the deadline."""
         self._tick(now)

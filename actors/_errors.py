@@ -36,7 +36,7 @@ class ActorStartError(ActorError):
         super().__init__(path, reason)
 
     def __str__(self) -> str:
-        text = f"actor {self.path!r} did not start: it {self.reason}"
+        text = f"actor {self.path!r} did not start: {self.reason}"
         if self.phase:
             text += f", in phase {self.phase!r}"
         if self.remote_traceback:
@@ -56,7 +56,7 @@ class ActorDied(ActorError):
         super().__init__(path, generation, reason)
 
     def __str__(self) -> str:
-        return f"actor {self.path!r} (generation {self.generation}) is gone: it {self.reason}"
+        return f"actor {self.path!r} (generation {self.generation}) is gone: {self.reason}"
 
 
 class RestartLimitExceeded(ActorError):

@@ -141,7 +141,7 @@ class Lost(_Reason, frozen=True):
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"lost: {self.detail or 'the control channel was closed'}"
+        return f"lost ({self.detail or 'its control channel was closed'})"
 
 
 ExitReason: TypeAlias = Returned | Raised | Signalled | Exited | StartTimeout | Stopped | Unresponsive | Lost

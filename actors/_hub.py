@@ -7,11 +7,12 @@ Every process has one hub. It knows the actors of its own process (local endpoin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import anyio
 import anyio.lowlevel
+from anyio.abc import TaskGroup
 from msgspec import Struct
 
 from ._errors import ActorDied, ActorError, CallTimeout, MailboxFull, NoSuchActor, RemoteError
@@ -112,7 +113,10 @@ class Hub:
         self.generations: dict[str, int] = {}
         self.runners: dict[str, Any] = {}  # of supervisors in this process, by path
         self.supervisors: dict[str, list[Any]] = {}  # those that actors opened for themselves, by the actor's path
-        self.system: dict[str, Callable[[PendingCall], None]] = {}  # methods that a process answers, not an actor
+        self.system: dict[
+            str, Callable[[PendingCall], Coroutine[Any, Any, None]]
+        ] = {}  # what a process answers, not an actor
+        self.tasks: TaskGroup | None = None  # for those
         self.on_generation: Callable[[str, int], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.lost_casts: dict[str, int] = {}
@@ -189,6 +193,11 @@ class Hub:
             at = at.rpartition("/")[0]
         raise NoSuchActor(path)
 
+    def stale(self, path: str, generation: int) -> ActorDied:
+        """What a message to an earlier incarnation is answered with."""
+        reason = self.end_of(path, generation) or Lost("another generation is in its place")
+        return ActorDied(path, generation, reason)
+
     def changed(self) -> None:
         if self.on_change is not None:
             self.on_change()
@@ -198,8 +207,9 @@ class Hub:
         """Deliver it; errors of delivery finish it at once."""
         try:
             answer = self.system.get(call.method)
-            if answer is not None and (call.path == self.base or (call.path == "/" and self.uplink is None)):
-                answer(call)
+            here = call.path == self.base or (call.path == "/" and self.uplink is None)
+            if answer is not None and here and self.tasks is not None:
+                self.tasks.start_soon(answer, call)
             else:
                 self.find(call.path).accept_call(call)
         except ActorError as exc:

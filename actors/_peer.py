@@ -9,7 +9,7 @@ from functools import partial
 import anyio
 
 from ._errors import ActorDied, ActorError
-from ._exit import ExitReason, Lost
+from ._exit import ExitReason
 from ._hub import Hub, News, PendingCall
 from ._link import Link
 from ._mailbox import OnTaken, Parked
@@ -52,7 +52,7 @@ class Peer:
         if self.closed is not None:
             raise ActorDied(path, *self.closed)
         if generation and path == self.path and self.generation and generation != self.generation:
-            raise ActorDied(path, generation, Lost(f"generation {self.generation} is in its place"))
+            raise self._hub.stale(path, generation)
 
     def accept_call(self, call: PendingCall) -> None:
         self._check(call.path, call.generation)

@@ -90,6 +90,10 @@ class ProcessActor:
     def mailbox_depth(self) -> int:
         return next((s.mailbox for s in self.tree if s.path == self.path), 0)
 
+    def take_tree(self, snapshot: Snapshot) -> None:
+        self.tree = (snapshot,)
+        self.tree_at = anyio.current_time()
+
     # -- life ---
     async def run(self) -> ExitReason:
         if self._stopped_by is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from msgspec import Struct
 
 from . import _core
 from ._core import Core
-from ._errors import ActorClosed, ActorStartError, RestartLimitExceeded
+from ._errors import ActorClosed, ActorError, ActorStartError, RestartLimitExceeded
 from ._events import Event, OnEvent
 from ._exit import ExitReason, Progress, Raised, Returned, Stopped, is_abnormal
 from ._hub import Hub, News
@@ -26,6 +27,8 @@ from ._spec import Spec, SupervisorSpec
 from ._target import import_later
 from ._task import TaskActor
 from ._wire import Parcel
+
+REFRESH_TIMEOUT_S = 0.5
 
 
 class Environment(Struct, frozen=True):
@@ -104,15 +107,18 @@ class Runner:
 
     # -- life ---
     async def run(self) -> ExitReason:
-        if self._early_stop is not None:
-            self.finished = _core.Finished("stop", self._early_stop[1])
-        else:
-            await self._live()
-        assert self.finished is not None
-        self.state = State.ENDED
-        reason = self._verdict(self.finished)
-        self.started.set()
-        self.ended.set()
+        try:
+            if self._early_stop is not None:
+                self.finished = _core.Finished("stop", self._early_stop[1])
+            else:
+                await self._live()
+            assert self.finished is not None
+            reason = self._verdict(self.finished)
+        finally:  # also when it crashes, as when `on_event` raises: whoever waits must not wait for ever
+            self.state = State.ENDED
+            self.hub.runners.pop(self.path, None)
+            self.started.set()
+            self.ended.set()
         self._report("supervisor_ended", self.path, reason=reason)
         return reason
 
@@ -126,7 +132,6 @@ class Runner:
                 self._carry_out(self.core.begin(anyio.current_time()))
                 await self._done.wait()
                 tasks.cancel_scope.cancel()
-        del self.hub.runners[self.path]
 
     def _verdict(self, finished: _core.Finished) -> ExitReason:
         causes = tuple((self._child_path(name), reason) for name, reason in finished.deaths)
@@ -188,8 +193,8 @@ class Runner:
             actions = self.core.restart_child(slot.spec.name, anyio.current_time(), "request, to restart it")
             self._carry_out(actions)
         while not (slot.up and slot.generation > before):
-            if slot.gone:
-                raise slot.error or ActorClosed(f"actor {slot.path!r} ended instead of starting anew")
+            if slot.gone or self.core.is_down_for_good(slot.spec.name):
+                raise slot.error or ActorClosed(f"actor {slot.path!r} has ended after it was restarted")
             await slot.wait_change()
 
     def _carry_out(self, actions: list[_core.Action]) -> None:
@@ -275,7 +280,7 @@ class Runner:
         if slot.up:
             slot.up = False
             self.hub.publish(News(slot.path, slot.generation, Parcel(), reason))
-        if incarnation.started_at is None and is_abnormal(reason):
+        if incarnation.started_at is None and self.core.children[slot.spec.name].status != "stopping":
             slot.error = start_error(incarnation, reason)
             self._start_failure = slot.error
         self._carry_out(self.core.child_exited(slot.spec.name, reason, anyio.current_time()))
@@ -384,6 +389,20 @@ class Runner:
             children=children,
             **common,
         )
+
+
+async def refresh(hub: Hub) -> None:
+    """Ask every process right below this one for its state now; who doesn't answer is shown as last heard."""
+
+    async def ask(actor: ProcessActor) -> None:
+        with contextlib.suppress(ActorError):
+            actor.take_tree(await hub.call(actor.path, "$snapshot", None, REFRESH_TIMEOUT_S))
+
+    async with anyio.create_task_group() as tasks:
+        for runner in hub.runners.values():
+            for slot in runner.slots.values():
+                if isinstance(slot.incarnation, ProcessActor) and slot.up:
+                    tasks.start_soon(ask, slot.incarnation)
 
 
 def nested_snapshots(hub: Hub, path: str) -> tuple[Snapshot, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 import threading
@@ -28,6 +29,8 @@ def task_stacks(root_id: int) -> str:
 def _lines(coro: Any) -> list[str]:
     lines: list[str] = []
     while coro is not None:
+        if type(coro).__name__ in ("async_generator_asend", "async_generator_athrow"):
+            coro = gc.get_referents(coro)[0]  # they don't tell which generator they step
         frame = getattr(coro, "cr_frame", None) or getattr(coro, "gi_frame", None) or getattr(coro, "ag_frame", None)
         if isinstance(frame, FrameType):
             code = frame.f_code

@@ -17,7 +17,7 @@ from ._exit import ExitReason, Returned, Stopped
 from ._hub import Hub, PendingCall
 from ._launcher import Launcher, LocalLauncher
 from ._ref import Ref
-from ._runner import Environment, Runner, Slot
+from ._runner import Environment, Runner, Slot, refresh
 from ._snapshot import Snapshot
 from ._spec import AutoShutdown, Spec, Strategy, SupervisorSpec
 from ._wire import Parcel
@@ -122,6 +122,11 @@ class Supervisor:
         """The state of all below, now; of what is inside process actors, as they last told it."""
         return self._runner.snapshot()
 
+    async def refresh(self) -> Snapshot:
+        """The same, after having asked every process for its state now."""
+        await refresh(self._hub)
+        return self.snapshot()
+
     def watch(self, path: str) -> Watch:
         """`async for notice in sup.watch(path)`: Up and Down of the actor at an absolute path; first what is known."""
         return Watch(self._hub, path)
@@ -142,6 +147,8 @@ class Supervisor:
     async def _opened(self, wait_started: bool) -> AsyncIterator[Supervisor]:
         error: BaseException | None = None
         async with anyio.create_task_group() as tasks:
+            if not self.path:
+                self._hub.tasks = tasks
             tasks.start_soon(self._host)
             try:
                 with self._body:
@@ -156,6 +163,8 @@ class Supervisor:
                 self.request_stop(min(deadline, self._owner_deadline()), "its owner, which left the block")
                 with anyio.CancelScope(shield=True):
                     await self._runner.ended.wait()
+                if not self.path:
+                    tasks.cancel_scope.cancel()
         if self._interrupt is not None:
             raise self._interrupt
         failure = self._runner.exception
@@ -201,7 +210,8 @@ def open_supervisor(
     runner = Runner(spec, "", hub=hub, environment=environment)
     supervisor = Supervisor(runner)
 
-    def answer(call: PendingCall) -> None:
+    async def answer(call: PendingCall) -> None:
+        await refresh(hub)
         call.finish(Parcel(runner.snapshot()))
 
     hub.system["$snapshot"] = answer

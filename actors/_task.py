@@ -22,6 +22,7 @@ from ._spec import Overflow
 from ._stacks import task_stacks
 from ._wire import CallError, Parcel
 
+STUCK_GRACE_S = 1.0  # after its deadline, a task that has not ended yet is reported
 CANCEL_SHARE_S = 1.0  # of a stop's budget, what is kept for the cancel stage after a drain
 
 
@@ -140,6 +141,8 @@ class TaskActor:
             if cancelled or not type(exc).__module__.startswith("asyncio"):
                 raise
             self._raised(exc)  # asyncio only: someone cancelled the task itself, or the target raised it
+        finally:
+            self._tasks = None  # it takes no more: calls that come now hear of the end
 
     def _raised(self, exc: BaseException) -> None:
         self.exception = exc
@@ -158,10 +161,11 @@ class TaskActor:
                 assert self.cancel_at is not None
                 if now >= self.cancel_at:
                     self._cancel()
-                if now >= self._deadline and not reported:
+                stuck_at = self._deadline + STUCK_GRACE_S
+                if now >= stuck_at and not reported:
                     reported = True
                     self._observer.stuck(self, "a task can't be killed; it hangs here:\n" + self.stacks())
-                until = self.cancel_at if now < self.cancel_at else math.inf if reported else self._deadline
+                until = self.cancel_at if now < self.cancel_at else math.inf if reported else stuck_at
             elif self.started_at is None and now >= self._start_deadline:
                 limit = self._start_deadline - self._begun_at
                 self._timed_out = StartTimeout(self.phase, self.progress, round(limit, 3))
@@ -235,8 +239,7 @@ class TaskActor:
             self.state = State.RUNNING
         self._clock_wake.set()
         self._observer.has_started(self)
-        while self._early:
-            self.accept_call(self._early.popleft())
+        self._accept_early()
 
     def on_beat(self, phase: str) -> None:
         self.phase = phase
@@ -244,6 +247,9 @@ class TaskActor:
 
     def set_handler(self, method: str, handler: Handler) -> None:
         self._handlers[method] = handler
+        self._accept_early()
+
+    def _accept_early(self) -> None:
         waiting, self._early = self._early, deque()
         for call in waiting:
             self.accept_call(call)
@@ -251,12 +257,15 @@ class TaskActor:
     # -- endpoint ---
     def _check_generation(self, generation: int) -> None:
         if generation and generation != self.generation:
-            raise ActorDied(self.path, generation, Lost(f"generation {self.generation} is in its place"))
+            raise self.hub.stale(self.path, generation)
 
     def accept_call(self, call: PendingCall) -> None:
         self._check_generation(call.generation)
         handler = self._handlers.get(call.method)
-        if handler is not None and self._tasks is not None:
+        if self._tasks is None:  # not begun, or about to end: `run` answers, with the reason
+            self._early.append(call)
+            call.cancel_hook = lambda: self._drop_early(call)
+        elif handler is not None:
             self._open.add(call)
             self._tasks.start_soon(self._answer, call, handler)
         elif call.method == "$cast":
@@ -271,7 +280,8 @@ class TaskActor:
             call.finish(None, CallError("raised", self.path, error=RemoteErrorData("actors.NoSuchMethod", text)))
 
     def _drop_early(self, call: PendingCall) -> None:
-        self._early.remove(call)
+        if call in self._early:
+            self._early.remove(call)
         call.finish(None, CallError("cancelled", self.path))
 
     def _cast_call(self, call: PendingCall) -> None:

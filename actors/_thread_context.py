@@ -17,6 +17,7 @@ from ._errors import ActorError
 from ._exit import ExitReason, Lost, Progress, RemoteErrorData
 from ._notices import Cast, Down, Drain, Notice, Stop, Up
 from ._remote import capture
+from ._snapshot import Snapshot
 from ._stacks import thread_stacks
 from ._wire import (
     WINDOW,
@@ -316,6 +317,10 @@ class ThreadContext:
         if call.method == "$cast":
             with self._lock:
                 self._offer(call, load(call.payload))
+            return
+        if call.method == "$snapshot":
+            state = Snapshot(path=self.path, kind="process", state="", mailbox=self._casts)
+            self._post(Reply(call.id, dump(state)))
             return
         if call.method == "$stacks":
             self._post(Reply(call.id, dump(thread_stacks())))

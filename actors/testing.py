@@ -72,13 +72,15 @@ class FakeProcess:
         self._dead = anyio.Event()
 
     async def live(self) -> None:
-        with self._scope:
-            try:
-                code = await self._main()
-            except (OSError, EOFError):
-                code = 0  # the parent is gone
-            self.end(ExitStatus(code=code))
-        self._dead.set()
+        try:
+            with self._scope:
+                self.end(ExitStatus(code=await self._main()))
+        except (OSError, EOFError, anyio.ClosedResourceError):
+            if self._status is None:
+                self.end(ExitStatus(code=0))  # its parent is gone
+        finally:
+            self.end(ExitStatus(signal=SIGKILL))  # if it has no other status yet
+            self._dead.set()
 
     async def _main(self) -> int:
         sock = self._theirs

@@ -2,9 +2,11 @@
 
 python bench/gpu.py check              kernels and engine against float32 references
 python bench/gpu.py kernels            GB/s and TFLOP/s of every kernel on the shapes of both models
-python bench/gpu.py tune               variants of the attention kernels and the few-row product
+python bench/gpu.py tune               variants of the attention kernels and the few-row product; what follows with
+                                       the same --out FOLDER runs with the best
+python bench/gpu.py sizes              cuBLAS over all batch sizes
 python bench/gpu.py engine [0.6b|8b]   the workloads, with the share of the limit
-python bench/gpu.py profile [0.6b|8b]  kernels of one decoding step at batch 1 and 256
+python bench/gpu.py profile [0.6b|8b]  kernels of one decoding step at batch 1 and 256, and of a prefill step
 python bench/gpu.py startup            loading rate and seconds from process start to ready
 several of them in one go: python bench/gpu.py check engine ...; --out FOLDER keeps the full numbers as JSON
 
@@ -117,20 +119,13 @@ def engine(models: list[str]) -> None:
 
 
 def profile(models: list[str]) -> None:
-    """One decoding step by kernels, and how long the device idles between steps when the engine drives it."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity
-
+    """One step by kernels, and how long the device idles between decoding steps when the engine drives it."""
     for model in models:
         core, runner, slots = make_engine(model)
-        for rows, prompt in ((1, 256), (256, 512)):
+        for rows, prompt in ((1, 256), (32, 1000), (256, 512)):
             core = new_core(runner, slots)
-            prompts = [[7] * prompt] * rows
-            run(core, prompts, [4] * rows, 0.6)
-            for i in range(rows):
-                params = SamplingParams(max_tokens=400, temperature=0.6, seed=i, ignore_eos=True)
-                core.submit(Submit("bench", i, 0, np.asarray(prompts[i], np.int32).tobytes(), params))
-            for _ in range(40):
+            submit_all(core, rows, prompt, 400)
+            for _ in range(20):
                 core.step()
             torch.cuda.synchronize()
             begun = time.perf_counter()
@@ -138,22 +133,7 @@ def profile(models: list[str]) -> None:
                 core.step()
             torch.cuda.synchronize()
             step_us = (time.perf_counter() - begun) * 1e4
-            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                for _ in range(20):
-                    core.step()
-                torch.cuda.synchronize()
-            spans = sorted(
-                (event.time_range.start, event.time_range.end, event.name)
-                for event in profiler.events()
-                if event.device_type == DeviceType.CUDA
-            )
-            busy, covered = 0.0, spans[0][0]
-            by_name: dict[str, list[float]] = {}
-            for start, end, name in spans:
-                by_name.setdefault(name, []).append(end - start)
-                busy += max(0.0, end - max(start, covered))
-                covered = max(covered, end)
-            whole = covered - spans[0][0]
+            spans = traced(core, 20)
             with torch.inference_mode():
                 graph = runner.graphs.ready(rows, True)
             times = []
@@ -167,23 +147,62 @@ def profile(models: list[str]) -> None:
                 torch.cuda.synchronize()
                 times.append(a.elapsed_time(b) * 100)
             graph_us = float(np.median(times))
-            print(
-                f"\n{model} batch {rows}, context {prompt}+: step {step_us:.0f} us, graph alone {graph_us:.0f} us "
-                f"(idle between steps {1 - graph_us / step_us:.1%}); under the profiler {whole / 20:.0f} us, "
-                f"kernels cover {busy / whole:.1%}",
-                flush=True,
-            )
-            total = sum(sum(each) for each in by_name.values())
-            for name, each in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
-                print(f"  {sum(each) / total:6.1%} {sum(each) / 20:8.1f} us a step  {len(each) / 20:5.0f} x "
-                      f"{np.median(each):7.2f} us  {name[:90]}")  # fmt: skip
-            RESULTS.setdefault("profile", []).append((model, rows, step_us, graph_us, busy / whole))
+            idle = tell(f"{model} batch {rows}, context {prompt}+: step {step_us:.0f} us, graph alone {graph_us:.0f}",
+                        spans, 20)  # fmt: skip
+            RESULTS.setdefault("profile", []).append((model, rows, step_us, graph_us, idle))
             while core.has_work():
                 core.step()
+        core = new_core(runner, slots)
+        submit_all(core, 64, 1024, 1)
+        tell(f"{model} prefill of 3 x 16 x 1024", traced(core, 3), 3)
+        while core.has_work():
+            core.step()
         runner.close()
         del core, runner, graph
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def submit_all(core: EngineCore, rows: int, prompt: int, output: int) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(rows):
+        params = SamplingParams(max_tokens=output, temperature=0.6, seed=i, ignore_eos=True)
+        core.submit(Submit("bench", i, 0, rng.integers(0, 10000, prompt).astype(np.int32).tobytes(), params))
+
+
+def traced(core: EngineCore, steps: int) -> list[tuple[float, float, str]]:
+    """(start, end, name) of every kernel and copy of some steps."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            core.step()
+        torch.cuda.synchronize()
+    return sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    )
+
+
+def tell(what: str, spans: list[tuple[float, float, str]], steps: int) -> float:
+    """Print the kernels of a step; returns the share of the time in which none ran."""
+    busy, covered = 0.0, spans[0][0]
+    by_name: dict[str, list[float]] = {}
+    for start, end, name in spans:
+        # With overlapped launches a kernel is resident while it waits for the one before: only what it adds counts.
+        own = max(0.0, end - max(start, covered))
+        by_name.setdefault(name, []).append(own)
+        busy += own
+        covered = max(covered, end)
+    whole = covered - spans[0][0]
+    print(f"\n{what}; under the profiler {whole / steps:.0f} us, idle {1 - busy / whole:.1%}", flush=True)
+    for name, each in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:14]:
+        if sum(each) > 0.002 * whole:
+            print(f"  {sum(each) / whole:6.1%} {sum(each) / steps:9.1f} us a step {len(each) / steps:5.0f} x "
+                  f"{np.median(each):7.2f} us  {name[:70]}")  # fmt: skip
+    return 1 - busy / whole
 
 
 _START = """
@@ -213,14 +232,14 @@ print(f"{sys.argv[4]}: torch {imported - begun:.1f} s, our modules {modules - im
 """
 
 
-def startup() -> None:
+def startup(models: list[str]) -> None:
     """Process start to ready, from safetensors in the page cache; twice, the second with Triton's cache filled."""
     from gpu_check import write_checkpoint
 
     from runtime.engine.upload import upload
     from runtime.models.loader import dummy, weight_bytes
 
-    for model in ("0.6b", "8b"):
+    for model in models:
         with tempfile.TemporaryDirectory() as folder:
             weights = dict(dummy(SHAPES[model], torch.bfloat16, device="cuda"))
             write_checkpoint(Path(folder), SHAPES[model], weights, shards=4)
@@ -253,14 +272,20 @@ def main() -> None:
         "check": gpu_check.check,
         "kernels": gpu_kernels.kernels,
         "tune": gpu_kernels.tune,
+        "sizes": gpu_kernels.sizes,
         "engine": lambda: engine(models),
         "profile": lambda: profile(models),
-        "startup": startup,
+        "startup": lambda: startup(models),
     }
     unknown = [word for word in given.what if word not in parts and word not in SHAPES]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; limits at {BYTES_PER_S / 1e12} TB/s", flush=True)
+    choice = given.out / "choice.json" if given.out is not None else None
+    if choice is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+    if choice is not None and choice.exists() and "tune" not in given.what:
+        gpu_kernels.take(json.loads(choice.read_text()))
     for word in given.what:
         if word not in parts:
             continue
@@ -271,12 +296,14 @@ def main() -> None:
             import traceback
 
             traceback.print_exc()
+        if word == "tune" and choice is not None and RESULTS[word]:
+            choice.write_text(json.dumps(RESULTS[word]))
+            print({key: value for key, value in RESULTS[word].items() if key != "few"}, flush=True)
         print(f"-- {word}: {time.perf_counter() - begun:.0f} s", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "gpu.json").write_text(json.dumps(RESULTS, indent=1, default=str))
+        (given.out / f"{'-'.join(given.what)}.json").write_text(json.dumps(RESULTS, indent=1, default=str))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gpu_shapes import BYTES_PER_S, FLOPS, SHAPES
 
+from runtime.engine import forward
 from runtime.engine.kernels import activation, decode_attention, extend_attention, gemv, norm, rotary, sample
 
 BF16 = torch.bfloat16
@@ -59,7 +60,7 @@ def ints(values: Any) -> torch.Tensor:
 class Decoding:
     """A batch of rows of given lengths, in as many caches as make 400 MB or more."""
 
-    def __init__(self, q_heads: int, kv_heads: int, lengths: list[int], normed: bool) -> None:
+    def __init__(self, q_heads: int, kv_heads: int, lengths: list[int]) -> None:
         rng = np.random.default_rng(0)
         counts = [-(-n // PAGE) for n in lengths]
         table = np.zeros((len(lengths), max(counts)), np.int32)
@@ -70,25 +71,30 @@ class Decoding:
         self.bytes = sum(lengths) * kv_heads * 128 * 4
         copies = max(2, min(16, -(-400_000_000 // self.bytes)))
         self.caches = [normal(2, sum(counts), kv_heads, PAGE, 128) for _ in range(copies)]
-        self.rows = len(lengths)
+        self.rows, self.heads = len(lengths), (q_heads, kv_heads)
         self.pages, self.slots, self.positions = ints(table), ints(range(self.rows)), ints([n - 1 for n in lengths])
-        self.qkv, self.out = normal(self.rows, (q_heads + 2 * kv_heads) * 128), normal(self.rows, q_heads * 128)
-        self.cos = torch.rand((max(lengths), 64), device="cuda")
-        self.weight = normal(128) if normed else None
-        self.work = decode_attention.Pieces(self.rows, q_heads, kv_heads, 128, torch.device("cuda"))
+        self.q, self.out = normal(self.rows, (q_heads + 2 * kv_heads) * 128), normal(self.rows, q_heads * 128)
         self.count = ints([self.rows])
 
     def us(self, pdl: bool = True, **options: Any) -> float:
-        decode_attention.cut(self.slots, self.positions, self.count, self.rows, self.work)
+        work = decode_attention.Pieces(self.rows, *self.heads, 128, torch.device("cuda"))
+        decode_attention.cut(self.slots, self.positions, self.count, self.rows, work, PAGE)
 
         def launch(cache: torch.Tensor) -> None:
             decode_attention.decode_attention(
-                self.qkv, self.weight, self.weight, self.cos, self.cos, cache[0], cache[1], self.pages, self.work,
-                self.out, 1e-6, 0.09, pdl=pdl, **options,
-            )  # fmt: skip
+                self.q, cache[0], cache[1], self.pages, work, self.out, 0.09, pdl=pdl, **options
+            )
 
         times = 64 // len(self.caches) if self.bytes < 30_000_000 else 2
         return time_us([lambda c=cache: launch(c) for cache in self.caches * times])
+
+
+def cutting_us(q_heads: int, kv_heads: int) -> float:
+    batch = Decoding(q_heads, kv_heads, lengths(256, 500))
+    work = decode_attention.Pieces(256, q_heads, kv_heads, 128, torch.device("cuda"))
+    return time_us(
+        [lambda: decode_attention.cut(batch.slots, batch.positions, batch.count, batch.rows, work, PAGE)] * 20
+    )
 
 
 def lengths(rows: int, context: int) -> list[int]:
@@ -126,51 +132,50 @@ class Extending:
 def products(model: str) -> Iterator[tuple[str, int, int, dict[str, bool]]]:
     """(name, outputs, width, what is fused)"""
     c = SHAPES[model]
-    yield "qkv", c.q_size + 2 * c.kv_size, c.hidden_size, {"norm": True}
+    yield "qkv", c.q_size + 2 * c.kv_size, c.hidden_size, {}
     yield "o", c.hidden_size, c.q_size, {"add": True}
-    yield "gate_up", c.mlp_size, c.hidden_size, {"norm": True, "gated": True}
+    yield "gate_up", c.mlp_size, c.hidden_size, {"gated": True}
     yield "down", c.hidden_size, c.mlp_size, {"add": True}
 
 
-def few_rows_us(outputs: int, width: int, fused: dict[str, bool], rows: int, **options: Any) -> float:
-    lines = outputs * (2 if fused.get("gated") else 1)
-    copies = max(2, min(64, -(-300_000_000 // (lines * width * 2))))
-    weights = [normal(lines, width) for _ in range(copies)]
-    x, out, weight = normal(rows, width), normal(rows, outputs), normal(width)
+def copies_of(lines: int, width: int) -> list[torch.Tensor]:
+    return [normal(lines, width) for _ in range(max(2, min(48, -(-250_000_000 // (lines * width * 2)))))]
+
+
+def few_rows_us(weights: list[torch.Tensor], fused: dict[str, bool], rows: int, tile: gemv.Tile, **more: Any) -> float:
+    lines, width = weights[0].shape
+    outputs = lines // 2 if fused.get("gated") else lines
+    x, out = normal(rows, width), normal(rows, outputs)
 
     def launch(w: torch.Tensor) -> None:
         gemv.gemv(
-            x, w, out, norm=weight if fused.get("norm") else None, gated=bool(fused.get("gated")),
-            residual=out if fused.get("add") else None, pdl=True, **options,
+            x, w, out, tile, gated=bool(fused.get("gated")), residual=out if fused.get("add") else None, pdl=True,
+            **more,
         )  # fmt: skip
 
     return time_us([lambda w=w: launch(w) for w in weights])
 
 
-def cublas_us(outputs: int, width: int, rows: int, add: bool = False) -> float:
-    copies = max(2, min(64, -(-300_000_000 // (outputs * width * 2))))
-    weights = [normal(outputs, width).t() for _ in range(copies)]
-    x, out = normal(rows, width), normal(rows, outputs)
-    if add:
-        return time_us([lambda w=w: out.addmm_(x, w) for w in weights])
-    return time_us([lambda w=w: torch.mm(x, w, out=out) for w in weights])
+def cublas_us(weights: list[torch.Tensor], rows: int, fused: dict[str, bool]) -> float:
+    """The product, with the addition it takes along; gate and up without what follows."""
+    lines, width = weights[0].shape
+    x, out = normal(rows, width), normal(rows, lines)
+    if fused.get("add"):
+        return time_us([lambda w=w: out.addmm_(x, w.t()) for w in weights])
+    return time_us([lambda w=w: torch.mm(x, w.t(), out=out) for w in weights])
 
 
 def kernels() -> None:
     for model, c in SHAPES.items():
-        print(f"\n{model}: decode attention with head norm, rotary and store (ragged), TB/s of KV read")
+        print(f"\n{model}: decode attention (ragged), TB/s of KV read")
         for rows, context in ((1, 256), (1, 4000), (4, 1000), (32, 1000), (128, 600), (256, 256), (256, 1000)):
-            batch = Decoding(c.q_heads, c.kv_heads, lengths(rows, context), c.qk_norm)
+            batch = Decoding(c.q_heads, c.kv_heads, lengths(rows, context))
             us = batch.us()
             rate = batch.bytes / us / 1e6
             print(f"  {rows:4d} x {context:5d} {us:8.1f} us {rate:6.2f} TB/s {rate * 1e12 / BYTES_PER_S:5.0%}")
             del batch
-        cut_batch = Decoding(c.q_heads, c.kv_heads, lengths(256, 500), c.qk_norm)
-        cut_us = time_us([
-            lambda b=cut_batch: decode_attention.cut(b.slots, b.positions, b.count, b.rows, b.work)
-        ] * 20)  # fmt: skip
+        cut_us = cutting_us(c.q_heads, c.kv_heads)
         print(f"  cut of 256 rows {cut_us:.1f} us")
-        del cut_batch
         print(f"{model}: extend attention, TFLOP/s of causal work")
         for rows, cached, extend in ((16, 0, 1024), (4, 0, 4096), (64, 0, 128), (1, 0, 512), (8, 3000, 512)):
             batch2 = Extending(c.q_heads, c.kv_heads, rows, cached, extend)
@@ -179,43 +184,37 @@ def kernels() -> None:
                   f"{batch2.flops / us * 1e6 / FLOPS:5.0%}")  # fmt: skip
             del batch2
         torch.cuda.empty_cache()
-        print(
-            f"{model}: products, us (TB/s of weights): ours fused at 1, 2, 4, 8 rows | cuBLAS at 1, 4, 8, 16, 64, 256"
-        )
+        print(f"{model}: products, us (TB/s of weights): ours at 1, 2, 4, 8 rows | cuBLAS at 1, 2, 4, 8, 16, 64, 256")
         for name, outputs, width, fused in products(model):
-            lines = outputs * (2 if fused.get("gated") else 1)
-            ours = [few_rows_us(outputs, width, fused, rows) for rows in (1, 2, 4, 8)]
-            theirs = [cublas_us(lines, width, rows) for rows in (1, 4, 8, 16, 64, 256)]
-            added = [cublas_us(lines, width, rows, True) for rows in (16, 256)] if fused.get("add") else []
-            text = [f"{us:6.1f} ({lines * width * 2 / us / 1e6:4.2f})" for us in (*ours, *theirs)]
-            print(f"  {name:8s} {' '.join(text[:4])} | {' '.join(text[4:])}"
-                  f"{' | with += ' + ' '.join(f'{us:.1f}' for us in added) if added else ''}")  # fmt: skip
-        head = [cublas_us(c.vocab_size, c.hidden_size, rows) for rows in (1, 16, 256)]
-        ours = [few_rows_us(c.vocab_size, c.hidden_size, {"norm": True}, rows) for rows in (1, 4)]
-        print(f"  head     ours {ours[0]:.1f} {ours[1]:.1f} | cuBLAS {head[0]:.1f} {head[1]:.1f} {head[2]:.1f}")
+            weights = copies_of(outputs * (2 if fused.get("gated") else 1), width)
+            tiles = [gemv.tile_for(m, outputs, width, bool(fused.get("gated"))) for m in (1, 2, 4, 8)]
+            ours = [few_rows_us(weights, fused, m, t or USUAL_TILE) for m, t in zip((1, 2, 4, 8), tiles, strict=True)]
+            theirs = [cublas_us(weights, rows, fused) for rows in (1, 2, 4, 8, 16, 64, 256)]
+            text = [f"{us:6.1f} ({weights[0].nbytes / us / 1e6:4.2f})" for us in (*ours, *theirs)]
+            print(f"  {name:8s} {' '.join(text[:4])} | {' '.join(text[4:])}")
+            del weights
         torch.cuda.empty_cache()
-        print(f"{model}: the rest, us at 1, 256 and 16384 rows (TB/s)")
-        for name, make, each in (
-            ("add, norm", norm_launch, 8 * c.hidden_size), ("norm", norm_only_launch, 4 * c.hidden_size),
-            ("silu mul", silu_launch, 6 * c.mlp_size), ("rotary, store", rotary_launch, 4 * (c.q_size + 2 * c.kv_size)),
-        ):  # fmt: skip
-            text = []
-            for rows in (1, 256, 16384):
-                us = time_us([make(model, rows)] * 10)
-                text.append(f"{us:7.1f} ({rows * each / us / 1e6:4.2f})")
-            print(f"  {name:14s} {' '.join(text)}")
-        for rows in (1, 64, 256):
-            us = time_us([sample_launch(model, rows, 0.6)] * 5)
-            cold = time_us([sample_launch(model, rows, 0.0)] * 5)
-            size = rows * c.vocab_size * 2
-            print(f"  sampling {rows:4d} rows {us:7.1f} us ({size / us / 1e6:.2f} TB/s), greedy {cold:.1f}")
-        torch.cuda.empty_cache()
+        rest(model)
 
 
-def norm_launch(model: str, rows: int) -> Callable[[], None]:
-    width = SHAPES[model].hidden_size
-    x, residual, out, weight = normal(rows, width), normal(rows, width), normal(rows, width), normal(width)
-    return lambda: norm.rms_norm(x, weight, 1e-6, out, residual)
+def rest(model: str) -> None:
+    c = SHAPES[model]
+    print(f"{model}: the rest, us at 1, 256 and 16384 rows (TB/s)")
+    for name, make, each in (
+        ("norm", norm_only_launch, 4 * c.hidden_size), ("silu mul", silu_launch, 6 * c.mlp_size),
+        ("rotary, store", rotary_launch, 4 * (c.q_size + 2 * c.kv_size)),
+    ):  # fmt: skip
+        text = []
+        for rows in (1, 256, 16384):
+            us = time_us([make(model, rows)] * 10)
+            text.append(f"{us:7.1f} ({rows * each / us / 1e6:4.2f})")
+        print(f"  {name:14s} {' '.join(text)}")
+    for rows in (1, 64, 256):
+        us = time_us([sample_launch(model, rows, 0.6)] * 5)
+        cold = time_us([sample_launch(model, rows, 0.0)] * 5)
+        size = rows * c.vocab_size * 2
+        print(f"  sampling {rows:4d} rows {us:7.1f} us ({size / us / 1e6:.2f} TB/s), greedy {cold:.1f}")
+    torch.cuda.empty_cache()
 
 
 def norm_only_launch(model: str, rows: int) -> Callable[[], None]:
@@ -256,128 +255,188 @@ def sample_launch(model: str, rows: int, heat: float) -> Callable[[], None]:
 
 # Variants. Each is compiled beforehand in worker processes, which share Triton's cache on disk.
 
-DECODE = [
-    {"keys": keys, "warps": warps, "stages": stages}
-    for keys, warps, stages in (
-        (64, 4, 3), (64, 4, 5), (32, 4, 5), (32, 2, 5), (64, 2, 5), (64, 8, 3), (64, 8, 5), (128, 4, 3), (128, 8, 3),
-        (128, 8, 5), (32, 4, 7), (16, 2, 7),
-    )
-]  # fmt: skip
+USUAL_TILE = gemv.Tile(32, 128, 1, 4)
+DECODE = [{"warps": w, "stages": s} for w, s in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 3))]
 EXTEND = [
-    {"m": m, "n": n, "warps": warps, "stages": stages}
-    for m, n, warps, stages in (
-        (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 5),
-        (64, 128, 4, 3), (128, 32, 8, 5), (64, 32, 4, 5),
+    {"m": m, "n": n, "warps": warps, "stages": stages, "split": split, "registers": registers}
+    for m, n, warps, stages, split, registers in (
+        (128, 64, 8, 3, True, None), (128, 64, 8, 3, True, 128), (128, 64, 8, 3, False, 128),
+        (128, 64, 8, 4, True, None),
+        (64, 64, 4, 3, True, None), (64, 64, 4, 3, True, 160), (64, 64, 4, 2, True, 160), (128, 128, 8, 3, True, None),
+        (128, 128, 8, 2, False, None),
     )
 ]  # fmt: skip
-GEMV = [
-    {"block_n": n, "block_k": k, "warps": warps}
-    for n, k, warps in (
-        (2, 1024, 4), (4, 512, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 4), (8, 512, 8), (8, 1024, 8), (16, 256, 4),
-        (16, 512, 8), (4, 2048, 8), (2, 2048, 4), (1, 2048, 4),
+TILES = [
+    gemv.Tile(*numbers)
+    for numbers in (
+        (16, 128, 1, 4), (32, 64, 1, 5), (32, 128, 1, 3), (32, 128, 1, 5), (32, 128, 2, 4), (64, 64, 2, 5),
+        (64, 128, 2, 4), (64, 64, 4, 5),
     )
 ]  # fmt: skip
-
-
-def with_keys(keys: int) -> None:
-    decode_attention.BLOCK_KEYS = keys
 
 
 def with_tile(m: int, n: int) -> None:
     extend_attention.BLOCK_M, extend_attention.BLOCK_N = m, n
 
 
-def compile_variant(kind: str, options: dict[str, int]) -> str:
+def compile_variant(kind: str, variant: Any) -> str:
     """In a worker: run the variant once on something small."""
     try:
         if kind == "decode":
-            with_keys(options["keys"])
-            for q_heads, normed in ((16, True), (32, False)):
-                batch = Decoding(q_heads, 8, [40] * 2, normed)
-                batch.us(warps=options["warps"], stages=options["stages"])
-        elif kind == "extend":
-            with_tile(options["m"], options["n"])
             for q_heads in (16, 32):
-                Extending(q_heads, 8, 1, 16, 64).us(warps=options["warps"], stages=options["stages"])
+                Decoding(q_heads, 8, [40] * 2).us(**variant)
+        elif kind == "extend":
+            options = dict(variant)
+            with_tile(options.pop("m"), options.pop("n"))
+            for q_heads in (16, 32):
+                Extending(q_heads, 8, 1, 16, 64).us(**options)
         else:
-            for fused in ({"norm": True}, {"add": True}, {"norm": True, "gated": True}):
-                for width in (2048, 3072):
-                    few_rows_us(64, width, fused, 1, **options)
+            for fused in ({}, {"add": True}, {"gated": True}):
+                for rows in (1, 4):
+                    few_rows_us([normal(64, 8 * variant.block_k)] * 2, fused, rows, variant)
     except Exception as error:
-        return f"{kind} {options}: {type(error).__name__} {str(error)[:120]}"
+        return f"{kind} {variant}: {type(error).__name__} {str(error)[:120]}"
     return ""
 
 
-def tune() -> None:
-    jobs = [("decode", v) for v in DECODE] + [("extend", v) for v in EXTEND] + [("gemv", v) for v in GEMV]
-    with concurrent.futures.ProcessPoolExecutor(12, mp_context=multiprocessing.get_context("spawn")) as pool:
+def tune() -> dict[str, Any]:
+    """Times variants and takes the best for what runs after it. Returns what it took."""
+    jobs = [("decode", v) for v in DECODE] + [("extend", v) for v in EXTEND] + [("few", t) for t in TILES]
+    with concurrent.futures.ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
         for trouble in pool.map(compile_variant, *zip(*jobs, strict=True)):
             if trouble:
                 print(trouble)
-    batches = [(1, 256), (1, 4000), (32, 1000), (256, 300), (256, 1000)]
-    print("decode attention, us at", batches, "for 0.6b | 8b; then with 2x and 1/2 the pieces")
-    prepared = {
-        model: [Decoding(c.q_heads, c.kv_heads, lengths(*shape), c.qk_norm) for shape in batches]
-        for model, c in SHAPES.items()
-    }
-    for v in DECODE:
-        with_keys(v["keys"])
-        text = []
-        for model in SHAPES:
-            for batch in prepared[model]:
-                try:
-                    text.append(f"{batch.us(warps=v['warps'], stages=v['stages']):7.1f}")
-                except Exception as error:
-                    text.append(type(error).__name__)
-            text.append("|")
-        print(f"  {v} {' '.join(text)}", flush=True)
-    with_keys(64)
-    usual = decode_attention.Pieces.room_for
-    for name, room in (
-        ("1 a multiprocessor", lambda s, r: r + max(s.multiprocessors // s.kv_heads, r // 4)),
-        ("2 a multiprocessor", lambda s, r: r + max(2 * s.multiprocessors // s.kv_heads, r // 2)),
-        ("4, twice the rows", lambda s, r: r + max(4 * s.multiprocessors // s.kv_heads, 2 * r)),
-        ("8, 3 times the rows", lambda s, r: r + max(8 * s.multiprocessors // s.kv_heads, 3 * r)),
-    ):
-        decode_attention.Pieces.room_for = room  # type: ignore[method-assign, assignment]
-        text = []
-        for c in SHAPES.values():
-            for shape in batches:
-                text.append(f"{Decoding(c.q_heads, c.kv_heads, lengths(*shape), c.qk_norm).us():7.1f}")
-            text.append("|")
-        print(f"  room {name:22s} {' '.join(text)}", flush=True)
-    decode_attention.Pieces.room_for = usual  # type: ignore[method-assign]
-    for least in (64, 256):
+    took = {**tune_decode(), "extend": tune_extend(), "few": tune_few()}
+    take(took)
+    return took
+
+
+def tune_decode() -> dict[str, Any]:
+    batches = [(1, 256), (1, 4000), (8, 600), (32, 1000), (128, 600), (256, 300), (256, 640), (256, 1000)]
+    print("decode attention, us at", batches, "for 0.6b | 8b; then with other numbers of pieces")
+    prepared = [Decoding(c.q_heads, c.kv_heads, lengths(*shape)) for c in SHAPES.values() for shape in batches]
+
+    def line(name: str, **options: Any) -> list[float]:
+        times = []
+        for batch in prepared:
+            try:
+                times.append(batch.us(**options))
+            except Exception as error:
+                print(f"  {name}: {type(error).__name__}")
+                return [1e9] * len(prepared)
+        text = [f"{us:6.1f}" for us in times]
+        print(f"  {name:26s} {' '.join(text[: len(batches)])} | {' '.join(text[len(batches) :])}", flush=True)
+        return times
+
+    def cost(times: list[float], few: bool) -> float:
+        """Of the batches of up to 8 rows, or of the others, each relative to its bytes' time."""
+        return sum(
+            us / (batch.bytes / 4.2e6 + 3)
+            for us, batch in zip(times, prepared, strict=True)
+            if (batch.rows <= 8) == few
+        )
+
+    measured = [(v, line(str(v), **v)) for v in DECODE]
+    best = [min(measured, key=lambda item: cost(item[1], few))[0] for few in (False, True)]
+    took: dict[str, Any] = {"decode": best[0], "decode_few": best[1]}
+    usual = decode_attention.extra_pieces
+    rooms = []
+    for per, times in ((1, 0.25), (2, 0.5), (4, 1.0), (4, 2.0), (8, 1.0), (8, 3.0)):
+        decode_attention.extra_pieces = lambda rows, heads, sms, p=per, t=times: max(p * sms // heads, int(t * rows))
+        rooms.append(((per, times), line(f"pieces {per} a SM, {times} a row", **best[0])))
+    decode_attention.extra_pieces = usual
+    took["pieces"] = min(rooms, key=lambda item: cost(item[1], False))[0]
+    leasts = []
+    for least in (64, 128, 256):
         before, decode_attention.LEAST_PIECE_TOKENS = decode_attention.LEAST_PIECE_TOKENS, least
-        text = [f"{prepared[model][i].us():7.1f}" for model in SHAPES for i in (0, 1)]
-        print(f"  least piece {least}: batch 1 at 256, 4000: {' '.join(text)}")
+        leasts.append((least, line(f"least piece {least}", **best[1])))
         decode_attention.LEAST_PIECE_TOKENS = before
-    del prepared
-    torch.cuda.empty_cache()
+    took["least"] = min(leasts, key=lambda item: cost(item[1], True))[0]
+    return took
+
+
+def tune_extend() -> dict[str, Any]:
     shapes = [(16, 0, 1024), (4, 0, 4096), (64, 0, 128), (8, 3000, 512)]
     print("extend attention, TF/s at", shapes, "for 0.6b | 8b")
+    found = []
     for v in EXTEND:
-        with_tile(v["m"], v["n"])
-        text = []
+        options = dict(v)
+        with_tile(options.pop("m"), options.pop("n"))
+        text, cost = [], 0.0
         for c in SHAPES.values():
             for shape in shapes:
                 try:
                     e = Extending(c.q_heads, c.kv_heads, *shape)
-                    text.append(f"{e.flops / e.us(warps=v['warps'], stages=v['stages']) / 1e6:5.0f}")
+                    us = e.us(**options)
+                    cost += us / e.flops * (3 if shape[2] == 1024 else 1)
+                    text.append(f"{e.flops / us / 1e6:5.0f}")
                 except Exception as error:
+                    cost += 1e9
                     text.append(type(error).__name__)
             text.append("|")
-        print(f"  {v} {' '.join(text)}", flush=True)
+        found.append((cost, v))
+        print(f"  {' '.join(map(str, v.values())):28s} {' '.join(text)}", flush=True)
     with_tile(128, 64)
     torch.cuda.empty_cache()
-    print("few-row product at 1 row, us: qkv o gate_up down for 0.6b | 8b")
-    for v in GEMV:
-        text = []
-        for model in SHAPES:
-            for _, outputs, width, fused in products(model):
-                try:
-                    text.append(f"{few_rows_us(outputs, width, fused, 1, **v):6.1f}")
-                except Exception as error:
-                    text.append(type(error).__name__)
-            text.append("|")
-        print(f"  {v} {' '.join(text)}", flush=True)
+    return min(found, key=lambda item: item[0])[1]
+
+
+def tune_few() -> list[Any]:
+    """[rows, outputs, width, gated, tile or nothing where cuBLAS is faster] of every product."""
+    print(
+        "few-row product, us (0.6b, then 8b): cuBLAS, ours by tile", [tuple(t) for t in TILES], "and best unprefetched"
+    )
+    took: list[Any] = []
+    for model in SHAPES:
+        for name, outputs, width, fused in products(model):
+            gated = bool(fused.get("gated"))
+            weights = copies_of(outputs * (2 if gated else 1), width)
+            best: dict[int, gemv.Tile] = {}
+            for rows in (1, 4, 2, 8):
+                theirs = cublas_us(weights, rows, fused)
+                tried = TILES if rows in (1, 4) else [best[4]]
+                ours = []
+                for tile in tried:
+                    try:
+                        ours.append(few_rows_us(weights, fused, rows, tile))
+                    except Exception as error:
+                        print(f"  {tile}: {type(error).__name__} {str(error)[:80]}")
+                        ours.append(1e9)
+                best[rows] = tried[int(np.argmin(ours))]
+                plain = few_rows_us(weights, fused, rows, best[rows], prefetch=False)
+                # silu * mul comes on top of theirs.
+                wins = min(ours) < theirs + (1.5 if gated else 0)
+                took.append([rows, outputs, width, gated, list(best[rows]) if wins else None])
+                print(f"  {name:8s} {rows}: {theirs:6.1f} | {' '.join(f'{us:6.1f}' for us in ours)} | {plain:6.1f}  "
+                      f"{weights[0].nbytes / min(ours) / 1e6:.2f} TB/s", flush=True)  # fmt: skip
+            del weights
+            torch.cuda.empty_cache()
+    return took
+
+
+def take(took: dict[str, Any]) -> None:
+    """Let the kernels run as ``tune`` found best."""
+    many, few = took["decode"], took["decode_few"]
+    decode_attention.shape_for = lambda rows: tuple((few if rows <= 8 else many).values())
+    per, times = took["pieces"]
+    decode_attention.extra_pieces = lambda rows, heads, sms: max(int(per) * sms // heads, int(times * rows))
+    decode_attention.LEAST_PIECE_TOKENS = took["least"]
+    extend = dict(took["extend"])
+    with_tile(extend.pop("m"), extend.pop("n"))
+    extend_attention.SHAPE = tuple(extend.values())
+    tiles = {tuple(key): gemv.Tile(*tile) if tile else None for *key, tile in took["few"]}
+    usual = gemv.tile_for
+    found = lambda *key: tiles[key] if key in tiles else usual(*key)  # noqa: E731
+    gemv.tile_for = forward.tile_for = found
+
+
+def sizes() -> None:
+    """cuBLAS over the batch sizes of the graphs: are there sizes that are better padded?"""
+    for model in SHAPES:
+        print(f"{model}: cuBLAS, us at 8, 16 ... 256 rows")
+        for name, outputs, width, fused in products(model):
+            weights = copies_of(outputs * (2 if fused.get("gated") else 1), width)[:24]
+            times = [cublas_us(weights, rows, fused) for rows in range(8, 257, 8)]
+            print(f"  {name:8s} {' '.join(f'{us:.1f}' for us in times)}", flush=True)
+            del weights
+            torch.cuda.empty_cache()

@@ -76,7 +76,7 @@ class CudaRunner:
         progress: Progress | None = None,
         device: Device | None = None,
     ) -> None:
-        check_shapes(config, quantization)
+        check_shapes(config, quantization, slots.page_tokens)
         self.config, self.page_tokens = config, slots.page_tokens
         self.dtype = choose_dtype(dtype, config)
         self.device = CudaDevice() if device is None else device
@@ -302,12 +302,14 @@ def _gathered(scores: PromptScores, pending: Pending) -> tuple[F32, I32, F32]:
     return chosen, ids, values
 
 
-def check_shapes(config: ModelConfig, quantization: str) -> None:
+def check_shapes(config: ModelConfig, quantization: str, page_tokens: int) -> None:
     """Raises ModelError for what the kernels can't do."""
     if quantization != "none":
         raise ModelError(f"quantization = {quantization!r} is not supported on a GPU; take none")
     if config.head_dim not in (16, 32, 64, 128, 256):
         raise ModelError(f"head_dim = {config.head_dim} is not supported on a GPU; supported: 16, 32, 64, 128, 256")
+    if page_tokens not in (16, 32):
+        raise ModelError(f"engine.page_tokens = {page_tokens} is not supported on a GPU; supported: 16, 32")
 
 
 def choose_dtype(dtype: str, config: ModelConfig) -> torch.dtype:

@@ -37,6 +37,7 @@ class DeviceTable:
 
     def __init__(self, table: SlotTable, device: Device) -> None:
         self.table, self.device, self.most_rows = table, device, table.slots
+        self.page_tokens = table.page_tokens
         on, rows = device.on, table.slots
         self.tokens = torch.zeros((rows, table.context_tokens), dtype=torch.int32, device=on)
         self.pages = torch.zeros((rows, table.context_pages), dtype=torch.int32, device=on)

@@ -15,15 +15,15 @@ from runtime.engine.device_table import DeviceTable, Extension
 from runtime.engine.kernels.activation import silu_mul
 from runtime.engine.kernels.decode_attention import Pieces, cut, decode_attention
 from runtime.engine.kernels.extend_attention import extend_attention
-from runtime.engine.kernels.gemv import gemv
+from runtime.engine.kernels.gemv import Tile, gemv, tile_for
 from runtime.engine.kernels.inputs import embed, expand
 from runtime.engine.kernels.norm import rms_norm
 from runtime.engine.kernels.rotary import rotate_store
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import rope_table
 
-# Batches that go through ``gemv``: there cuBLAS leaves much of the memory's rate unused.
-FEW_ROWS = (1, 2, 4)
+# Batches whose products may go through ``gemv``: there cuBLAS leaves much of the memory's rate unused.
+FEW_ROWS = (1, 2, 4, 8)
 
 
 @dataclass(slots=True)
@@ -107,48 +107,51 @@ class Forward:
         table, eps, pdl = self.table, self.config.rms_eps, self.overlapped
         h, x = self.h[:rows], self.x[:rows]
         embed(table.tokens, table.slots, table.positions, self.embedding, h)
-        cut(table.slots, table.positions, table.decodes, rows, self.pieces, pdl=pdl)
+        cut(table.slots, table.positions, table.decodes, rows, self.pieces, table.page_tokens)
         for i in range(len(self.layers)):
-            if rows in FEW_ROWS:
-                self._few(i, rows)
-            else:
-                self._many(i, rows)
+            self._decode_layer(i, rows)
         rms_norm(h, self.norm, eps, x, pdl=pdl)
         torch.mm(x, self.head.t(), out=self.logits[:rows])
         return self.logits[:rows]
 
-    def _few(self, i: int, rows: int) -> None:
-        layer, eps, pdl = self.layers[i], self.config.rms_eps, self.overlapped
-        h, qkv, activated = self.h[:rows], self.qkv[:rows], self.activated[:rows]
-        gemv(h, layer.qkv, qkv, norm=layer.attn_norm, eps=eps, bias=layer.qkv_bias, pdl=pdl)
-        self._attend_decoding(i, rows, pdl)
-        gemv(self.attended[:rows], layer.o, h, bias=layer.o_bias, residual=h, pdl=pdl)
-        gemv(h, layer.gate_up, activated, norm=layer.mlp_norm, eps=eps, bias=layer.gate_up_bias, gated=True, pdl=pdl)
-        gemv(activated, layer.down, h, bias=layer.down_bias, residual=h, pdl=pdl)
-
-    def _many(self, i: int, rows: int) -> None:
-        layer, eps, pdl = self.layers[i], self.config.rms_eps, self.overlapped
-        h, x = self.h[:rows], self.x[:rows]
-        rms_norm(h, layer.attn_norm, eps, x, pdl=pdl)
-        project(x, layer.qkv, layer.qkv_bias, self.qkv[:rows])
-        self._attend_decoding(i, rows, pdl)
-        project_add(self.attended[:rows], layer.o, layer.o_bias, h)
-        self._mlp(i, h, x, self.gate_up[:rows], self.activated[:rows], pdl)
-
-    def _mlp(self, i: int, h: Tensor, x: Tensor, gate_up: Tensor, activated: Tensor, pdl: bool) -> None:
-        layer = self.layers[i]
-        rms_norm(h, layer.mlp_norm, self.config.rms_eps, x, pdl=pdl)
-        project(x, layer.gate_up, layer.gate_up_bias, gate_up)
-        silu_mul(gate_up, activated, pdl=pdl)
-        project_add(activated, layer.down, layer.down_bias, h)
-
-    def _attend_decoding(self, i: int, rows: int, pdl: bool) -> None:
-        layer = self.layers[i]
+    def _decode_layer(self, i: int, rows: int) -> None:
+        layer, table, config, eps, pdl = self.layers[i], self.table, self.config, self.config.rms_eps, self.overlapped
+        h, x, qkv, attended = self.h[:rows], self.x[:rows], self.qkv[:rows], self.attended[:rows]
+        activated = self.activated[:rows]
         k_cache, v_cache = self.caches[i]
-        decode_attention(
-            self.qkv[:rows], layer.q_norm, layer.k_norm, self.cos, self.sin, k_cache, v_cache, self.table.pages,
-            self.pieces, self.attended[:rows], self.config.rms_eps, self.scale, pdl=pdl,
+        rms_norm(h, layer.attn_norm, eps, x, pdl=pdl)
+        self._product(x, layer.qkv, layer.qkv_bias, qkv)
+        rotate_store(
+            qkv, layer.q_norm, layer.k_norm, self.cos, self.sin, k_cache, v_cache, table.pages, table.slots,
+            table.positions, eps, q_heads=config.q_heads, count=table.decodes, pdl=pdl,
         )  # fmt: skip
+        decode_attention(qkv, k_cache, v_cache, table.pages, self.pieces, attended, self.scale, pdl=pdl)
+        self._add_product(attended, layer.o, layer.o_bias, h)
+        rms_norm(h, layer.mlp_norm, eps, x, pdl=pdl)
+        tile = self._tile(rows, config.mlp_size, config.hidden_size, True)
+        if tile is None:
+            project(x, layer.gate_up, layer.gate_up_bias, self.gate_up[:rows])
+            silu_mul(self.gate_up[:rows], activated, pdl=pdl)
+        else:
+            gemv(x, layer.gate_up, activated, tile, bias=layer.gate_up_bias, gated=True, pdl=pdl)
+        self._add_product(activated, layer.down, layer.down_bias, h)
+
+    def _tile(self, rows: int, outputs: int, width: int, gated: bool = False) -> Tile | None:
+        return tile_for(rows, outputs, width, gated) if rows in FEW_ROWS and width % 8 == 0 else None
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        tile = self._tile(len(x), *weight.shape)
+        if tile is None:
+            project(x, weight, bias, out)
+        else:
+            gemv(x, weight, out, tile, bias=bias, pdl=self.overlapped)
+
+    def _add_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        tile = self._tile(len(x), *weight.shape)
+        if tile is None:
+            project_add(x, weight, bias, residual)
+        else:
+            gemv(x, weight, residual, tile, bias=bias, residual=residual, pdl=self.overlapped)
 
     def extend(self, rows: int, tokens: int, decodes: int, extension: Extension) -> Tensor:
         """Logits [rows, vocab] of each row's last new token. The first ``decodes`` rows have one token each and stand
@@ -160,24 +163,28 @@ class Forward:
         expand(rows, table.slots, table.cached, table.starts, token_slot, token_position)
         embed(table.tokens, token_slot, token_position, self.embedding, h)
         if decodes:
-            cut(table.slots, table.positions, table.decodes, decodes, self.pieces)
-        new_qkv, new_slot, new_position = qkv[decodes:], token_slot[decodes:], token_position[decodes:]
+            cut(table.slots, table.positions, table.decodes, decodes, self.pieces, table.page_tokens)
         for i, layer in enumerate(self.layers):
             k_cache, v_cache = self.caches[i]
             rms_norm(h, layer.attn_norm, eps, x)
             project(x, layer.qkv, layer.qkv_bias, qkv)
-            if decodes:
-                self._attend_decoding(i, decodes, False)
             rotate_store(
-                new_qkv, layer.q_norm, layer.k_norm, self.cos, self.sin, k_cache, v_cache, table.pages, new_slot,
-                new_position, eps, q_heads=config.q_heads,
+                qkv, layer.q_norm, layer.k_norm, self.cos, self.sin, k_cache, v_cache, table.pages, token_slot,
+                token_position, eps, q_heads=config.q_heads,
             )  # fmt: skip
+            if decodes:
+                decode_attention(
+                    qkv[:decodes], k_cache, v_cache, table.pages, self.pieces, attended[:decodes], self.scale
+                )
             extend_attention(
                 qkv, k_cache, v_cache, table.pages, table.slots, table.cached, table.starts, extension.tile_row,
                 extension.tile_index, attended, self.scale,
             )  # fmt: skip
             project_add(attended, layer.o, layer.o_bias, h)
-            self._mlp(i, h, x, gate_up, activated, False)
+            rms_norm(h, layer.mlp_norm, eps, x)
+            project(x, layer.gate_up, layer.gate_up_bias, gate_up)
+            silu_mul(gate_up, activated)
+            project_add(activated, layer.down, layer.down_bias, h)
         torch.index_select(h, 0, table.ends[:rows], out=self.last[:rows])
         return self.head_of(self.last[:rows], self.logits[:rows])
 

@@ -17,12 +17,13 @@ BACKENDS = {
     "asyncio": ("asyncio", {"use_uvloop": False}),
     "uvloop": ("asyncio", {"use_uvloop": True}),
 }
-TEST_TIMEOUT_S = 20.0
+TEST_TIMEOUT_S = 60.0
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if inspect.iscoroutinefunction(metafunc.function):
-        metafunc.fixturenames.append("loop")
+        if "loop" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("loop")
         only = metafunc.definition.get_closest_marker("loops")
         metafunc.parametrize("loop", only.args if only else list(BACKENDS))
 

@@ -163,6 +163,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     def forget(self, name: str) -> None:
         self.done.discard(name)
+        self.ever_up.discard(name)
+        self.must_cycle.discard(name)
+        self.not_before.pop(name, None)
         self.first_hour.discard(name)
         self.model.recovering.discard(name)
         del self.specs[name], self.deps[name]
@@ -312,7 +315,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 CoreMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_core_against_the_model = pytest.mark.filterwarnings("default")(CoreMachine.TestCase)
 

@@ -36,20 +36,6 @@ async def test_value_calls_casts_and_stop(target: object, backend: str) -> None:
         os.kill(ref.pid, 0)
 
 
-async def test_exception_in_start_crosses_with_traceback_and_stderr() -> None:
-    async with actors.open_supervisor() as sup:
-        with pytest.raises(ActorStartError) as caught:
-            await sup.start(process("p", targets.fails))
-        error = caught.value
-        assert error.path == "p"
-        assert error.phase == "weights"
-        assert error.progress == actors.Progress("weights", 3, 10)
-        assert isinstance(error.reason, actors.Raised) and error.reason.error.type == "ValueError"
-        assert "no such weights" in error.remote_traceback and "targets.py" in error.remote_traceback
-        assert "last words" in error.stderr_tail
-        assert sup.snapshot().children == ()
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
 async def test_a_signal_during_start_is_the_verdict(number: int) -> None:
     async with actors.open_supervisor() as sup:
@@ -57,34 +43,3 @@ async def test_a_signal_during_start_is_the_verdict(number: int) -> None:
             await sup.start(process("p", targets.dies_by, int(number), False))
         assert isinstance(caught.value.reason, actors.Signalled)
         assert caught.value.reason.signal == number
-
-
-async def test_killed_actor_comes_back_with_a_new_generation() -> None:
-    async with actors.open_supervisor([process("p", targets.echo, "x")]) as sup:
-        ref = sup.ref("p")
-        watch = sup.watch("p")
-        assert await anext(watch) == Up("p", ref.value, 1)
-        os.kill(ref.pid, signal.SIGKILL)
-        assert await anext(watch) == Down("p", 1, actors.Signalled(signal.SIGKILL))
-        up = await anext(watch)
-        assert isinstance(up, Up) and up.generation == 2
-        with pytest.raises(ActorDied):
-            await ref.call("echo", 1, timeout=5)
-        assert await sup.ref("p").call("echo", 1, timeout=5) == 1
-        assert (await ref.down()).generation in (1, 2)
-
-
-async def test_nested_supervisor_in_a_process() -> None:
-    async with actors.open_supervisor([process("n", targets.nested)]) as sup:
-        watch = sup.watch("n/inner")
-        up = await anext(watch)
-        assert isinstance(up, Up) and up.generation == 1 and up.value.text == "inner"
-        assert await sup.ref("n/inner").call("echo", "deep", timeout=10) == "deep"
-        assert await sup.ref("n/task").call("echo", "task", timeout=10) == "task"
-        inner = await until(lambda: sup.snapshot().find("n/inner"))
-        assert inner.kind == "process"
-        os.kill(sup.ref("n").pid or 0, signal.SIGKILL)
-        down = await anext(watch)
-        assert down == Down("n/inner", 1, actors.Signalled(signal.SIGKILL))
-        up = await anext(watch)
-        assert isinstance(up, Up) and up.generation == 2

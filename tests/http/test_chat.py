@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server
+from frontkit import Server
 from sse import ask, stream
 
 PATH = "/v1/chat/completions"

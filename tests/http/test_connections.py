@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from conftest import Server
+from frontkit import Server
 from scripted import ScriptedService
 from wirelevel import Answer, request
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import h2.connection
 import h2.settings
 import pytest
-from conftest import Server
+from frontkit import Server
 from scripted import ScriptedService
 from wirelevel import request
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server
+from frontkit import Server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

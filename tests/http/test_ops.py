@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import Server
+from frontkit import Server
 from scripted import ScriptedService
 from sse import ask
 from wirelevel import request

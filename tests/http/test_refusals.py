@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import Server
+from frontkit import Server
 from sse import ask
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -1,11 +1,14 @@
-"""Attention of decoding rows, one new token each, over the paged KV cache; with the rotary step fused in front.
+"""Attention of decoding rows, one new token each, over the paged KV cache, which holds the new token's key already.
 
 The batch's keys are cut into *pieces* of about equal length, so that ragged batches and single long rows alike fill
-the machine. A one-program kernel cuts once a step, on the device, from the rows' lengths: the grid is fixed (as many
-pieces as there is room for), so one captured graph fits every batch of its size. Every piece of every KV head is a
-program; the query heads that share a KV head form one tile for the tensor cores. The piece that holds a row's last
-position also norms, rotates and stores the new key and value. The last program of a row and head to finish merges the
-row's pieces (a counter tells it that it is last), so no second launch is needed.
+the machine. ``cut`` does so once a step, on the device, from the rows' lengths: the grid is fixed (as many pieces as
+there is room for), so one captured graph fits every batch of its size. Every piece of every KV head is a program; the
+query heads that share a KV head form one tile for the tensor cores. The last program of a row and head to finish
+merges the row's pieces (a counter tells it that it is last), so no second launch is needed.
+
+A program is one warp: what limits this kernel after memory is how many instructions a key costs, and a lone warp needs
+no barriers, no reductions through shared memory, and few address computations, as a page of keys is one contiguous
+block. Several programs a multiprocessor hide each other's latencies.
 
 After Flash-Decoding (Dao et al. 2023) and stream-K (Osama et al. 2023).
 """
@@ -17,117 +20,143 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.engine.kernels.launch import options
-from runtime.engine.kernels.rotary import rotate_reference, rotated
 
-PIECE_WORDS = 8  # row, slot, start, end (keys in the cache), position, first piece of the row, pieces of the row, 0
-BLOCK_KEYS = 64
+PIECE_WORDS = 8  # row, slot, start, end (keys), first piece of the row, pieces of the row, 0, 0
+PIECE_PAGES = 4  # read in one round of the kernel's loop; pieces are multiples of it
 LEAST_PIECE_TOKENS = 128
+LINES = 16  # of a tile for the tensor cores, at least
+MOST_SHARED_BYTES = 160 << 10
+
+
+def shape_for(rows: int) -> tuple[int, int]:
+    """(warps, stages) that are fastest for a batch of so many rows on an H200."""
+    return 1, 3
+
+
+def extra_pieces(rows: int, kv_heads: int, multiprocessors: int) -> int:
+    """How many pieces more than rows there is room for."""
+    return max(4 * multiprocessors // kv_heads, rows)
 
 
 @triton.jit(do_not_specialize=["most_rows", "most_pieces"])
 def _cut(
-    slots, positions, rows_count, pieces, total, most_rows, most_pieces, BLOCK_R: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, LEAST: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    slots, positions, rows_count, pieces, total, most_rows, most_pieces,
+    BLOCK_R: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    mine = tl.program_id(0)
     r = tl.arange(0, BLOCK_R)
     rows = tl.load(rows_count)
-    position = tl.load(positions + r, r < rows, -1)
-    length = tl.where(r < rows, position + 1, 0)
+    length = tl.load(positions + r, r < rows, -1) + 1
     # Rows of n tokens make at most n / piece + 1 pieces: this piece length never needs more than there is room for.
     piece = tl.maximum(tl.cdiv(tl.sum(length, 0), most_pieces - most_rows), LEAST)
     count = tl.cdiv(length, piece)
-    step = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), BLOCK_KEYS) * BLOCK_KEYS
+    step = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), STEP) * STEP
     count = tl.cdiv(length, tl.maximum(step, 1))
-    last = tl.cumsum(count, 0)
-    first = last - count
-    slot = tl.load(slots + r, r < rows, 0)
-    tl.store(total, tl.sum(count, 0))
-    for w0 in range(0, most_pieces, BLOCK_W):
-        w = w0 + tl.arange(0, BLOCK_W)
-        mine = (first[None, :] <= w[:, None]) & (w[:, None] < last[None, :])  # [BLOCK_W, BLOCK_R], at most one a line
-        w_first = tl.sum(tl.where(mine, first[None, :], 0), 1)
-        w_step = tl.sum(tl.where(mine, step[None, :], 0), 1)
-        w_position = tl.sum(tl.where(mine, position[None, :], 0), 1)
-        start = (w - w_first) * w_step
-        at = pieces + w * 8
-        room = w < most_pieces
-        tl.store(at, tl.sum(tl.where(mine, r[None, :], 0), 1), room)
-        tl.store(at + 1, tl.sum(tl.where(mine, slot[None, :], 0), 1), room)
-        tl.store(at + 2, start, room)
-        tl.store(at + 3, tl.minimum(start + w_step, w_position), room)
-        tl.store(at + 4, w_position, room)
-        tl.store(at + 5, w_first, room)
-        tl.store(at + 6, tl.sum(tl.where(mine, count[None, :], 0), 1), room)
+    if mine == 0:
+        tl.store(total, tl.sum(count, 0))
+    if mine < rows:
+        first = tl.sum(tl.where(r < mine, count, 0), 0)
+        my_count = tl.sum(tl.where(r == mine, count, 0), 0)
+        my_step = tl.sum(tl.where(r == mine, step, 0), 0)
+        my_length = tl.sum(tl.where(r == mine, length, 0), 0)
+        slot = tl.load(slots + mine)
+        for w0 in range(0, my_count, BLOCK_W):
+            w = w0 + tl.arange(0, BLOCK_W)
+            there = w < my_count
+            at = pieces + (first + w) * 8
+            tl.store(at, w * 0 + mine, there)
+            tl.store(at + 1, w * 0 + slot, there)
+            tl.store(at + 2, w * my_step, there)
+            tl.store(at + 3, tl.minimum(w * my_step + my_step, my_length), there)
+            tl.store(at + 4, w * 0 + first, there)
+            tl.store(at + 5, w * 0 + my_count, there)
 
 
 @triton.jit
 def _decode(
-    qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, pages, pieces, total, partial, partial_lse, arrived, out,
-    pages_stride, scale, eps,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr, MERGE_G: tl.constexpr, MERGE_P: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    q, k_cache, v_cache, pages, pieces, total, partial, partial_lse, arrived, out, q_stride, pages_stride, scale,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
+    MERGE_G: tl.constexpr, MERGE_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HK
     head = tl.program_id(0)
     w = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    if w >= tl.load(total):
-        return
+    # What the step's first kernels have written may be read before the wait: ``rotate_store``, which comes between,
+    # lets this kernel start only when it has waited itself.
+    used = tl.load(total)
     row = tl.load(pieces + w * 8).to(tl.int64)
     slot = tl.load(pieces + w * 8 + 1).to(tl.int64)
     start = tl.load(pieces + w * 8 + 2)
     end = tl.load(pieces + w * 8 + 3)
-    position = tl.load(pieces + w * 8 + 4)
-    first = tl.load(pieces + w * 8 + 5)
-    count = tl.load(pieces + w * 8 + 6)
-    newest = w - first == count - 1  # this piece holds the new token
-
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, D)
-    qkv += row * (HQ + 2 * HK) * D
+    first = tl.load(pieces + w * 8 + 4)
+    count = tl.load(pieces + w * 8 + 5)
+    if w >= used:
+        return
     table = pages + slot * pages_stride
-    q = rotated(qkv, head * G + g, q_norm, cos, sin, position, eps, g < G, D, NORM)  # [BLOCK_G, D]
-    q = q.to(qkv.dtype.element_ty)
+    whole = end // PAGE  # pages; a row's last one may be filled in part
+    left = end - whole * PAGE
+    last = tl.load(table + whole, left > 0, 0).to(tl.int64)
+    if PDL:
+        gdc_wait()
 
-    # The new key and value: stored, and what the softmax starts from. One head, as a tile of one.
-    one = tl.arange(0, 1)
-    k_new = rotated(qkv, HQ + head + one, k_norm, cos, sin, position, eps, one < 1, D, NORM)
-    k_new = k_new.to(k_cache.dtype.element_ty)
-    v_new = tl.load(qkv + (HQ + HK + head + one[:, None]) * D + d[None, :])
-    page = tl.load(table + position // PAGE).to(tl.int64)
-    at = ((page * HK + head) * PAGE + position % PAGE) * D + d[None, :] + one[:, None]
-    stores = tl.where(newest, at, -1) >= 0
-    tl.store(k_cache + at, k_new, stores)
-    tl.store(v_cache + at, v_new, stores)
-    score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
-    m = tl.where(newest, score, float("-inf"))
-    mass = tl.where(newest, g * 0.0 + 1.0, 0.0)
-    acc = tl.where(newest, v_new.to(tl.float32) + tl.zeros([BLOCK_G, D], tl.float32), 0.0)
+    g = tl.arange(0, LINES)
+    d = tl.arange(0, D)
+    n = tl.arange(0, PAGE)
+    PAGE_SIZE: tl.constexpr = HK * PAGE * D
+    at_k = head * PAGE * D + n[None, :] * D + d[:, None]  # [D, PAGE]
+    at_v = head * PAGE * D + n[:, None] * D + d[None, :]  # [PAGE, D]
+    heads = head * G + g
+    qs = tl.load(q + row * q_stride + heads[:, None] * D + d[None, :], (g < G)[:, None], 0.0)  # [LINES, D]
+    k = tl.load(k_cache + last * PAGE_SIZE + at_k, (n < left)[None, :], 0.0)
+    v = tl.load(v_cache + last * PAGE_SIZE + at_v, (n < left)[:, None], 0.0)
+    s = tl.where((n < left)[None, :], tl.dot(qs, k) * scale, float("-inf"))
+    m = tl.maximum(tl.max(s, 1), -1e30)
+    p = tl.exp2(s - m[:, None])
+    mass = tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v)
 
-    for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
-        n = n0 + tl.arange(0, BLOCK_N)
-        valid = n < end
-        page_n = tl.load(table + n // PAGE, valid, 0).to(tl.int64)
-        base = ((page_n * HK + head) * PAGE + n % PAGE) * D
-        k = tl.load(k_cache + base[None, :] + d[:, None], valid[None, :], 0.0)  # [D, BLOCK_N]
-        s = tl.dot(q, k) * scale
-        s = tl.where(valid[None, :], s, float("-inf"))
-        m_next = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - m_next[:, None])
+    zero = tl.zeros([1, 1], tl.int32)
+    i0 = start // PAGE
+    p0 = tl.load(table + i0, i0 < whole, 0)
+    p1 = tl.load(table + i0 + 1, i0 + 1 < whole, 0)
+    p2 = tl.load(table + i0 + 2, i0 + 2 < whole, 0)
+    p3 = tl.load(table + i0 + 3, i0 + 3 < whole, 0)
+    for i in tl.range(i0, whole, 4, num_stages=STAGES):
+        there = zero + (whole - i)  # pages, as a tile of one
+        t1, t2, t3 = there > 1, there > 2, there > 3
+        b0 = p0.to(tl.int64) * PAGE_SIZE
+        b1 = p1.to(tl.int64) * PAGE_SIZE
+        b2 = p2.to(tl.int64) * PAGE_SIZE
+        b3 = p3.to(tl.int64) * PAGE_SIZE
+        s0 = tl.dot(qs, tl.load(k_cache + b0 + at_k))
+        s1 = tl.dot(qs, tl.load(k_cache + b1 + at_k, t1, 0.0))
+        s2 = tl.dot(qs, tl.load(k_cache + b2 + at_k, t2, 0.0))
+        s3 = tl.dot(qs, tl.load(k_cache + b3 + at_k, t3, 0.0))
+        p0 = tl.load(table + i + 4, i + 4 < whole, 0)
+        p1 = tl.load(table + i + 5, i + 5 < whole, 0)
+        p2 = tl.load(table + i + 6, i + 6 < whole, 0)
+        p3 = tl.load(table + i + 7, i + 7 < whole, 0)
+        s1 = tl.where(t1, s1, float("-inf"))
+        s2 = tl.where(t2, s2, float("-inf"))
+        s3 = tl.where(t3, s3, float("-inf"))
+        m_next = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), 1) * scale
+        m_next = tl.maximum(m, m_next)
         fade = tl.exp2(m - m_next)
-        mass = mass * fade + tl.sum(p, 1)
-        v = tl.load(v_cache + base[:, None] + d[None, :], valid[:, None], 0.0)  # [BLOCK_N, D]
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+        e0 = tl.exp2(s0 * scale - m_next[:, None])
+        e1 = tl.exp2(s1 * scale - m_next[:, None])
+        e2 = tl.exp2(s2 * scale - m_next[:, None])
+        e3 = tl.exp2(s3 * scale - m_next[:, None])
+        mass = mass * fade + tl.sum((e0 + e1) + (e2 + e3), 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(e0.to(qs.dtype), tl.load(v_cache + b0 + at_v), acc)
+        acc = tl.dot(e1.to(qs.dtype), tl.load(v_cache + b1 + at_v, t1, 0.0), acc)
+        acc = tl.dot(e2.to(qs.dtype), tl.load(v_cache + b2 + at_v, t2, 0.0), acc)
+        acc = tl.dot(e3.to(qs.dtype), tl.load(v_cache + b3 + at_v, t3, 0.0), acc)
         m = m_next
 
     acc = acc / mass[:, None]
-    heads = head * G + g
     out += row * HQ * D
     if count == 1:
         tl.store(out + heads[:, None] * D + d[None, :], acc, (g < G)[:, None])
@@ -162,7 +191,7 @@ def _decode(
 
 
 class Pieces:
-    """Where a batch size's cut and its partial results live; shared by the layers, and by all smaller batch sizes."""
+    """Where a step's cut and its partial results live; shared by the layers, and by all batch sizes up to ``rows``."""
 
     def __init__(
         self, rows: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device, multiprocessors: int = 132
@@ -176,80 +205,71 @@ class Pieces:
         self.arrived = torch.zeros((rows, kv_heads), dtype=torch.int32, device=device)
 
     def room_for(self, rows: int) -> int:
-        """Pieces that a batch may be cut into: about 4 programs a multiprocessor beyond one piece a row."""
-        return rows + max(4 * self.multiprocessors // self.kv_heads, rows)
+        """Pieces that a batch may be cut into."""
+        return rows + extra_pieces(rows, self.kv_heads, self.multiprocessors)
 
 
-def cut(slots: Tensor, positions: Tensor, rows_count: Tensor, rows: int, work: Pieces, *, pdl: bool = False) -> None:
+def cut(slots: Tensor, positions: Tensor, rows_count: Tensor, rows: int, work: Pieces, page_tokens: int) -> None:
     """Cut the first ``rows_count`` (on the device, <= rows) rows' keys into pieces; once a step, before the layers.
 
-    slots, positions int32 [rows]; position = index of the new token = number of cached keys.
+    slots, positions int32 [rows]; position = index of the new token, the row's last key.
     """
-    block_r = 16 if rows <= 16 else max(triton.next_power_of_2(work.rows), 16)
-    _cut[(1,)](
+    _cut[(rows,)](
         slots, positions, rows_count, work.pieces, work.total, rows, work.room_for(rows),
-        BLOCK_R=block_r, BLOCK_KEYS=BLOCK_KEYS, LEAST=LEAST_PIECE_TOKENS, BLOCK_W=max(16, min(128, 8192 // block_r)),
-        PDL=pdl,
-        **options(8, pdl=pdl),
+        BLOCK_R=max(triton.next_power_of_2(rows), 32), STEP=PIECE_PAGES * page_tokens, LEAST=LEAST_PIECE_TOKENS,
+        BLOCK_W=32, **options(1),
     )  # fmt: skip
 
 
 def decode_attention(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     pages: Tensor,
     work: Pieces,
     out: Tensor,
-    eps: float,
     scale: float,
     *,
     pdl: bool = False,
-    warps: int = 4,
-    stages: int = 3,
+    warps: int = 0,
+    stages: int = 0,
 ) -> None:
-    """Norm, rotate, store and attend for rows that ``cut`` has cut.
+    """Attend for rows that ``cut`` has cut and whose new keys and values are in the cache.
 
-    qkv [rows, (q_heads + 2 kv_heads) * head_dim] contiguous, as projected; out [rows, q_heads * head_dim]; norms
-    [head_dim] or None; cos, sin float32 [positions, head_dim / 2]; caches [pages, kv_heads, page_tokens, head_dim];
-    pages [slots, context_pages].
+    q [rows, >= q_heads * head_dim] normed and rotated, rows may be strided; out [rows, q_heads * head_dim]; caches
+    [pages, kv_heads, page_tokens, head_dim]; pages [slots, context_pages]. With ``pdl`` it must follow
+    ``rotate_store`` directly.
     """
     _, kv_heads, page_tokens, head_dim = k_cache.shape
     q_heads = out.shape[1] // head_dim
-    group = q_heads // kv_heads
-    unused = cos
-    _decode[(kv_heads, work.room_for(qkv.shape[0]))](
-        qkv, unused if q_norm is None else q_norm, unused if k_norm is None else k_norm, cos, sin, k_cache, v_cache,
-        pages, work.pieces, work.total, work.partial, work.lse, work.arrived, out, pages.stride(0),
-        scale * 1.4426950408889634, eps,
-        HQ=q_heads, HK=kv_heads, D=head_dim, PAGE=page_tokens, BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=BLOCK_KEYS, MERGE_G=triton.next_power_of_2(group), MERGE_P=max(1, 16 // triton.next_power_of_2(group)),
-        STAGES=stages, NORM=q_norm is not None, PDL=pdl, **options(warps, pdl=pdl),
+    group = triton.next_power_of_2(q_heads // kv_heads)
+    # What is in flight must fit into a multiprocessor's shared memory.
+    if not warps:
+        warps, stages = shape_for(q.shape[0])
+        if (stages - 1) * 2 * PIECE_PAGES * page_tokens * head_dim * q.element_size() > MOST_SHARED_BYTES:
+            stages = 2
+    _decode[(kv_heads, work.room_for(q.shape[0]))](
+        q, k_cache, v_cache, pages, work.pieces, work.total, work.partial, work.lse, work.arrived, out, q.stride(0),
+        pages.stride(0), scale * 1.4426950408889634,
+        HQ=q_heads, HK=kv_heads, D=head_dim, PAGE=page_tokens, LINES=max(LINES, group), MERGE_G=group,
+        MERGE_P=max(1, 16 // group), STAGES=stages, PDL=pdl, **options(warps, pdl=pdl),
     )  # fmt: skip
 
 
 def decode_attention_reference(
-    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, k_cache: Tensor,
-    v_cache: Tensor, pages: Tensor, slots: Tensor, positions: Tensor, eps: float, scale: float, *, q_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out [rows, q_heads * head_dim], keys [rows, kv_heads, head_dim], values: what the cache must hold), float32."""
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, slots: Tensor, positions: Tensor, scale: float, *,
+    q_heads: int,
+) -> Tensor:  # fmt: skip
+    """float32 [rows, q_heads * head_dim]"""
     _, kv_heads, page_tokens, head_dim = k_cache.shape
-    q, k, v = qkv.view(len(qkv), -1, head_dim).split((q_heads, kv_heads, kv_heads), 1)
-    position = positions.long()
-    q = rotate_reference(q, q_norm, cos[position], sin[position], eps)
-    k = rotate_reference(k, k_norm, cos[position], sin[position], eps)
-    v = v.float()
-    out = torch.empty((len(qkv), q_heads, head_dim), dtype=torch.float32, device=qkv.device)
-    for i, (slot, p) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        held = pages[slot, : -(-p // page_tokens)].long()
-        old_k = k_cache[held].float().transpose(1, 2).reshape(-1, kv_heads, head_dim)[:p]
-        old_v = v_cache[held].float().transpose(1, 2).reshape(-1, kv_heads, head_dim)[:p]
-        keys = torch.cat((old_k, k[i : i + 1])).repeat_interleave(q_heads // kv_heads, 1)
-        values = torch.cat((old_v, v[i : i + 1])).repeat_interleave(q_heads // kv_heads, 1)
+    q = q[:, : q_heads * head_dim].float().reshape(len(q), q_heads, head_dim)
+    out = torch.empty_like(q)
+    for i, (slot, length) in enumerate(zip(slots.tolist(), (positions + 1).tolist(), strict=True)):
+        held = pages[slot, : -(-length // page_tokens)].long()
+        keys, values = (
+            cache[held].float().transpose(1, 2).reshape(-1, kv_heads, head_dim)[:length]
+            .repeat_interleave(q_heads // kv_heads, 1) for cache in (k_cache, v_cache)
+        )  # fmt: skip
         weights = torch.softmax(torch.einsum("hd,nhd->hn", q[i], keys) * scale, -1)
         out[i] = torch.einsum("hn,nhd->hd", weights, values)
-    return out.view(len(qkv), -1), k, v
+    return out.view(len(q), -1)

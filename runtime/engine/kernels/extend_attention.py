@@ -12,19 +12,43 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.engine.kernels.launch import options
 
 BLOCK_M = 128
 BLOCK_N = 64
+SHAPE = (8, 3, True, None)  # warps, stages, whether keys that all lines see have a loop of their own, registers
+
+
+@triton.jit
+def _block(
+    qs, mx, mass, acc, n0, position, k_cache, v_cache, table, head, end, scale,
+    HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys from ``n0`` on. MASKED: not all lines see all of them."""
+    d = tl.arange(0, D)
+    n = n0 + tl.arange(0, BLOCK_N)
+    held = tl.minimum(n, end - 1)  # beyond the row's end memory may hold anything, NaN too: the last key, masked, again
+    page = tl.load(table + held // PAGE).to(tl.int64)
+    base = ((page * HK + head) * PAGE + held % PAGE) * D
+    s = tl.dot(qs, tl.load(k_cache + base[None, :] + d[:, None]))
+    if MASKED:
+        s = tl.where(n[None, :] <= position[:, None], s, float("-inf"))
+    # A line's own key is among these, or it saw keys before; only lines past ``extend`` may see none.
+    m_next = tl.maximum(tl.maximum(mx, tl.max(s, 1) * scale), -1e30)
+    p = tl.exp2(s * scale - m_next[:, None])
+    fade = tl.exp2(mx - m_next)
+    mass = mass * fade + tl.sum(p, 1)
+    v = tl.load(v_cache + base[:, None] + d[None, :])
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+    return m_next, mass, acc
 
 
 @triton.jit
 def _extend(
     q, k_cache, v_cache, pages, slots, cached, starts, tile_row, tile_index, out, q_stride, pages_stride, scale,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HK
     TOKENS: tl.constexpr = BLOCK_M // G
@@ -44,45 +68,23 @@ def _extend(
     real = (t < extend) & (m < TOKENS * G)
     line = (start + t).to(tl.int64)[:, None]
     heads = (head * G + m % G)[:, None]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     qs = tl.load(q + line * q_stride + heads * D + d[None, :], real[:, None], 0.0)  # [BLOCK_M, D]
     mx = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-
+    position = before + t
     end = before + tl.minimum(t0 + TOKENS, extend)
-    open_end = (before + t0 + 1) // BLOCK_N * BLOCK_N  # every line sees all keys below
-    for n0 in tl.range(0, open_end, BLOCK_N, num_stages=STAGES):
-        n = n0 + tl.arange(0, BLOCK_N)
-        page = tl.load(table + n // PAGE).to(tl.int64)
-        base = ((page * HK + head) * PAGE + n % PAGE) * D
-        k = tl.load(k_cache + base[None, :] + d[:, None])  # [D, BLOCK_N]
-        s = tl.dot(qs, k) * scale
-        m_next = tl.maximum(mx, tl.max(s, 1))
-        p = tl.exp2(s - m_next[:, None])
-        fade = tl.exp2(mx - m_next)
-        mass = mass * fade + tl.sum(p, 1)
-        v = tl.load(v_cache + base[:, None] + d[None, :])
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-        mx = m_next
-    for n0 in range(open_end, end, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        valid = n < end
-        page = tl.load(table + n // PAGE, valid, 0).to(tl.int64)
-        base = ((page * HK + head) * PAGE + n % PAGE) * D
-        k = tl.load(k_cache + base[None, :] + d[:, None], valid[None, :], 0.0)
-        s = tl.dot(qs, k) * scale
-        s = tl.where(n[None, :] <= (before + t)[:, None], s, float("-inf"))
-        # A line's own key is among these, or it saw keys above; only lines past ``extend`` may see none.
-        m_next = tl.maximum(tl.maximum(mx, tl.max(s, 1)), -1e30)
-        p = tl.exp2(s - m_next[:, None])
-        fade = tl.exp2(mx - m_next)
-        mass = mass * fade + tl.sum(p, 1)
-        v = tl.load(v_cache + base[:, None] + d[None, :], valid[:, None], 0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-        mx = m_next
+    open_end = 0
+    if SPLIT:
+        open_end = (before + t0 + 1) // BLOCK_N * BLOCK_N  # every line sees all keys below
+        for n0 in tl.range(0, open_end, BLOCK_N, num_stages=STAGES):
+            mx, mass, acc = _block(
+                qs, mx, mass, acc, n0, position, k_cache, v_cache, table, head, end, scale, HK, D, PAGE, BLOCK_N, False
+            )
+    for n0 in tl.range(open_end, end, BLOCK_N, num_stages=STAGES):
+        mx, mass, acc = _block(
+            qs, mx, mass, acc, n0, position, k_cache, v_cache, table, head, end, scale, HK, D, PAGE, BLOCK_N, True
+        )
     acc = acc / mass[:, None]
     tl.store(out + line * HQ * D + heads * D + d[None, :], acc, real[:, None])
 
@@ -112,9 +114,10 @@ def extend_attention(
     out: Tensor,
     scale: float,
     *,
-    pdl: bool = False,
-    warps: int = 8,
-    stages: int = 3,
+    warps: int = 0,
+    stages: int = 0,
+    split: bool = True,
+    registers: int | None = None,
 ) -> None:
     """q [tokens, >= q_heads * head_dim] normed and rotated, rows may be strided; out [tokens, q_heads * head_dim].
 
@@ -122,11 +125,13 @@ def extend_attention(
     int32 [rows + 1]: the row's new tokens are lines [starts[r], starts[r + 1]) of q, at positions cached[r] + 0, 1...
     """
     _, kv_heads, page_tokens, head_dim = k_cache.shape
+    if not warps:
+        warps, stages, split, registers = SHAPE
     _extend[(kv_heads, tile_row.shape[0])](
         q, k_cache, v_cache, pages, slots, cached, starts, tile_row, tile_index, out, q.stride(0), pages.stride(0),
         scale * 1.4426950408889634,
         HQ=out.shape[1] // head_dim, HK=kv_heads, D=head_dim, PAGE=page_tokens, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        STAGES=stages, PDL=pdl, **options(warps, pdl=pdl),
+        STAGES=stages, SPLIT=split, **options(warps, registers=registers),
     )  # fmt: skip
 
 

@@ -36,17 +36,25 @@ def rotated(
 
 @triton.jit
 def _rotate_store(
-    qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, pages, token_slot, token_position, qkv_stride, pages_stride, eps,
+    qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, pages, token_slot, token_position, count, qkv_stride,
+    pages_stride, eps,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (HQ + BLOCK_H - 1) // BLOCK_H
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    there = True
+    if COUNTED:
+        there = token < tl.load(count)
     position = tl.load(token_position + token)
+    slot = tl.load(token_slot + token).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        # Only now: what follows may rely on all that came before this kernel's predecessor.
+        gdc_launch_dependents()
+    if not there:
+        return
     row = qkv + token * qkv_stride
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, D)
@@ -59,7 +67,6 @@ def _rotate_store(
     else:
         heads = (block - q_blocks) * BLOCK_H + h
         inside = heads < HK
-        slot = tl.load(token_slot + token).to(tl.int64)
         page = tl.load(pages + slot * pages_stride + position // PAGE).to(tl.int64)
         at = ((page * HK + heads[:, None]) * PAGE + position % PAGE) * D + d[None, :]
         k = rotated(row + HQ * D, heads, k_norm, cos, sin, position, eps, inside, D, NORM)
@@ -82,12 +89,14 @@ def rotate_store(
     eps: float,
     *,
     q_heads: int,
+    count: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Queries are rotated in place, keys and values go to their place in the cache.
 
     qkv [tokens, (q_heads + 2 kv_heads) * head_dim]; norms [head_dim] or None; cos, sin float32 [positions, head_dim/2];
-    caches [pages, kv_heads, page_tokens, head_dim]; pages [slots, context_pages]; token_* int32 [tokens].
+    caches [pages, kv_heads, page_tokens, head_dim]; pages [slots, context_pages]; token_* int32 [tokens]. With
+    ``count`` (on the device) lines from there on are padding and left alone.
     """
     _, kv_heads, page_tokens, head_dim = k_cache.shape
     block = min(8, triton.next_power_of_2(max(q_heads, kv_heads)))
@@ -95,9 +104,9 @@ def rotate_store(
     unused = cos
     _rotate_store[grid](
         qkv, unused if q_norm is None else q_norm, unused if k_norm is None else k_norm, cos, sin, k_cache, v_cache,
-        pages, token_slot, token_position, qkv.stride(0), pages.stride(0), eps,
-        HQ=q_heads, HK=kv_heads, D=head_dim, PAGE=page_tokens, BLOCK_H=block, NORM=q_norm is not None, PDL=pdl,
-        **options(2, pdl=pdl),
+        pages, token_slot, token_position, token_slot if count is None else count, qkv.stride(0), pages.stride(0), eps,
+        HQ=q_heads, HK=kv_heads, D=head_dim, PAGE=page_tokens, BLOCK_H=block, NORM=q_norm is not None,
+        COUNTED=count is not None, PDL=pdl, **options(2, pdl=pdl),
     )  # fmt: skip
 
 

@@ -33,16 +33,30 @@ def row_keys(seed_low, seed_high, position):
 
 
 @triton.jit
-def gumbel(token, first, second):
+def _log2(x, FAST: tl.constexpr):
+    """FAST: the hardware's, within 2**-22 (tl.log2 is exact to the last bits, in 20 instructions)."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(x)
+
+
+@triton.jit
+def gumbel(token, first, second, FAST: tl.constexpr):
+    """-log(-log(u)) of the token's uniform u = ((bits >> 9) + 0.5) / 2**23."""
     bits = mix(mix(token ^ first) + second)
-    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
-    return -tl.log(-tl.log(uniform))
+    below = (0x3F800000 | (bits >> 9)).to(tl.float32, bitcast=True) - 1.0  # u less half a step, exactly
+    rest = 0.99999994039535522 - below  # 1 - u, exactly: winners have u near 1, where log2(u) is not precise enough
+    near = rest * (1.0 + rest * (0.5 + rest * (0.33333333 + rest * (0.25 + rest * (0.2 + rest * 0.16666667)))))
+    far = _log2(below + 5.9604644775390625e-08, FAST) * -0.69314718055994531
+    return _log2(tl.where(rest < 0.125, near, far), FAST) * -0.69314718055994531
 
 
 @triton.jit
 def _best_in_block(
     logits, threshold, slots, positions, temperature, seed_low, seed_high, best, best_id, logits_stride, vocab,
-    BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr, FILTER: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_V: tl.constexpr, FILTER: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1)
@@ -59,14 +73,14 @@ def _best_in_block(
     if PDL:
         gdc_wait()
     x = tl.load(logits + row.to(tl.int64) * logits_stride + v, inside, float("-inf")).to(tl.float32)
-    broken = tl.max((~(x < float("inf"))).to(tl.int32), 0)  # NaN or +inf
     score = x
     if FILTER:
         score = tl.where(x >= tl.load(threshold + row), x, float("-inf"))
     if heat > 0:
-        score = score / heat + gumbel(v.to(tl.uint32, bitcast=True), first, second)
+        score = score * (1.0 / heat) + gumbel(v.to(tl.uint32, bitcast=True), first, second, FAST)
+    score = tl.where(x < float("inf"), score, float("inf"))  # NaN and +inf win, and tell that the row is broken
     top, at = tl.max(score, 0, return_indices=True)
-    tl.store(best + row * BLOCKS + block, tl.where(broken != 0, float("nan"), top))
+    tl.store(best + row * BLOCKS + block, top)
     tl.store(best_id + row * BLOCKS + block, block * BLOCK_V + at)
 
 
@@ -81,10 +95,9 @@ def _best_of_blocks(
         gdc_wait()
     b = tl.arange(0, BLOCK_B)
     x = tl.load(best + row * BLOCKS + b, b < BLOCKS, float("-inf"))
-    broken = tl.max((x != x).to(tl.int32), 0)
-    top, at = tl.max(tl.where(x != x, float("-inf"), x), 0, return_indices=True)
+    top, at = tl.max(x, 0, return_indices=True)
     token = tl.load(best_id + row * BLOCKS + at)
-    token = tl.where((broken != 0) | (top == float("-inf")), -2, token)
+    token = tl.where((top == float("inf")) | (top == float("-inf")), -2, token)
     real = (row < tl.load(rows_count)) & (tl.load(sample + row) != 0)
     tl.store(sampled + row, tl.where(real, token, -1))
     slot = tl.load(slots + row).to(tl.int64)
@@ -130,7 +143,8 @@ def sample(
     _best_in_block[(blocks, rows)](
         logits, logits if threshold is None else threshold, slots, positions, temperature, seed_low, seed_high,
         scratch.best, scratch.best_id, logits.stride(0), vocab,
-        BLOCKS=blocks, BLOCK_V=BLOCK_V, FILTER=threshold is not None, PDL=pdl, **options(8, pdl=pdl),
+        BLOCKS=blocks, BLOCK_V=BLOCK_V, FILTER=threshold is not None, FAST=logits.is_cuda, PDL=pdl,
+        **options(4, pdl=pdl),
     )  # fmt: skip
     _best_of_blocks[(rows,)](
         scratch.best, scratch.best_id, slots, positions, wants, rows_count, tokens, sampled, tokens.stride(0),
