@@ -268,10 +268,22 @@ def main() -> None:
     import gpu_check
     import gpu_kernels
 
+    kept = given.out / "choice.json" if given.out is not None else None
+    choice: dict[str, Any] = {}
+    if kept is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        if kept.exists() and "tune" not in given.what:
+            choice = json.loads(kept.read_text())
+    gpu_kernels.take(choice)
+
+    def keep(found: dict[str, Any]) -> None:
+        if kept is not None:
+            kept.write_text(json.dumps(found))
+
     parts: dict[str, Callable[[], Any]] = {
-        "check": gpu_check.check,
+        "check": lambda: gpu_check.check(choice),
         "kernels": gpu_kernels.kernels,
-        "tune": gpu_kernels.tune,
+        "tune": lambda: gpu_kernels.tune(keep),
         "sizes": gpu_kernels.sizes,
         "engine": lambda: engine(models),
         "profile": lambda: profile(models),
@@ -281,11 +293,6 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; limits at {BYTES_PER_S / 1e12} TB/s", flush=True)
-    choice = given.out / "choice.json" if given.out is not None else None
-    if choice is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-    if choice is not None and choice.exists() and "tune" not in given.what:
-        gpu_kernels.take(json.loads(choice.read_text()))
     for word in given.what:
         if word not in parts:
             continue
@@ -296,14 +303,13 @@ def main() -> None:
             import traceback
 
             traceback.print_exc()
-        if word == "tune" and choice is not None and RESULTS[word]:
-            choice.write_text(json.dumps(RESULTS[word]))
-            print({key: value for key, value in RESULTS[word].items() if key != "few"}, flush=True)
         print(f"-- {word}: {time.perf_counter() - begun:.0f} s", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     if given.out is not None:
-        (given.out / f"{'-'.join(given.what)}.json").write_text(json.dumps(RESULTS, indent=1, default=str))
+        file = given.out / "gpu.json"
+        before = json.loads(file.read_text()) if file.exists() else []
+        file.write_text(json.dumps([*before, {key: value for key, value in RESULTS.items() if value}], default=str))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_kernels
 import numpy as np
 import torch
 from gpu_shapes import SHAPES
@@ -71,19 +72,22 @@ def write_checkpoint(folder: Path, config: ModelConfig, weights: dict[str, torch
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
-def _alone() -> None:
-    """In a worker: one of many that share the cores."""
+def _prepare(choice: dict[str, Any]) -> None:
+    """In a worker: one of many that share the cores, with the variants that ``tune`` chose."""
     torch.set_num_threads(1)
+    gpu_kernels.take(choice)
 
 
-def check() -> None:
+def check(choice: dict[str, Any]) -> None:
     """Every part in a process of its own: most of the time goes into compiling, which they then share among cores."""
     failed = []
     jobs = (
         [(engine, name) for name in TINY] + [(compile_shape, n) for n in SHAPES] + [(kernel, name) for name in KERNELS]
     )
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(14, mp_context=context, initializer=_alone) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        14, mp_context=context, initializer=_prepare, initargs=(choice,)
+    ) as pool:
         for future in [pool.submit(job, name) for job, name in jobs]:
             try:
                 good, lines = future.result(timeout=240)

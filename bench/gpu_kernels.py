@@ -292,21 +292,26 @@ def compile_variant(kind: str, variant: Any) -> str:
                 Extending(q_heads, 8, 1, 16, 64).us(**options)
         else:
             for fused in ({}, {"add": True}, {"gated": True}):
-                for rows in (1, 4):
-                    few_rows_us([normal(64, 8 * variant.block_k)] * 2, fused, rows, variant)
+                weights = [normal(64, 8 * variant.block_k)] * 2
+                for rows in (1, 2, 4, 8):
+                    few_rows_us(weights, fused, rows, variant)
+                few_rows_us(weights, fused, 1, variant, prefetch=False)
     except Exception as error:
         return f"{kind} {variant}: {type(error).__name__} {str(error)[:120]}"
     return ""
 
 
-def tune() -> dict[str, Any]:
-    """Times variants and takes the best for what runs after it. Returns what it took."""
+def tune(keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Times variants and takes the best for what runs after it. ``keep`` is told what was found so far."""
     jobs = [("decode", v) for v in DECODE] + [("extend", v) for v in EXTEND] + [("few", t) for t in TILES]
     with concurrent.futures.ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
         for trouble in pool.map(compile_variant, *zip(*jobs, strict=True)):
             if trouble:
                 print(trouble)
-    took = {**tune_decode(), "extend": tune_extend(), "few": tune_few()}
+    took: dict[str, Any] = {}
+    for part in (tune_decode, tune_extend, tune_few):
+        took |= part()
+        keep(took)
     take(took)
     return took
 
@@ -378,10 +383,10 @@ def tune_extend() -> dict[str, Any]:
         print(f"  {' '.join(map(str, v.values())):28s} {' '.join(text)}", flush=True)
     with_tile(128, 64)
     torch.cuda.empty_cache()
-    return min(found, key=lambda item: item[0])[1]
+    return {"extend": min(found, key=lambda item: item[0])[1]}
 
 
-def tune_few() -> list[Any]:
+def tune_few() -> dict[str, Any]:
     """[rows, outputs, width, gated, tile or nothing where cuBLAS is faster] of every product."""
     print(
         "few-row product, us (0.6b, then 8b): cuBLAS, ours by tile", [tuple(t) for t in TILES], "and best unprefetched"
@@ -403,7 +408,7 @@ def tune_few() -> list[Any]:
                         print(f"  {tile}: {type(error).__name__} {str(error)[:80]}")
                         ours.append(1e9)
                 best[rows] = tried[int(np.argmin(ours))]
-                plain = few_rows_us(weights, fused, rows, best[rows], prefetch=False)
+                plain = few_rows_us(weights, fused, rows, best[rows], prefetch=False) if rows == 1 else 0.0
                 # silu * mul comes on top of theirs.
                 wins = min(ours) < theirs + (1.5 if gated else 0)
                 took.append([rows, outputs, width, gated, list(best[rows]) if wins else None])
@@ -411,23 +416,25 @@ def tune_few() -> list[Any]:
                       f"{weights[0].nbytes / min(ours) / 1e6:.2f} TB/s", flush=True)  # fmt: skip
             del weights
             torch.cuda.empty_cache()
-    return took
+    return {"few": took}
 
 
 def take(took: dict[str, Any]) -> None:
     """Let the kernels run as ``tune`` found best."""
-    many, few = took["decode"], took["decode_few"]
-    decode_attention.shape_for = lambda rows: tuple((few if rows <= 8 else many).values())
-    per, times = took["pieces"]
-    decode_attention.extra_pieces = lambda rows, heads, sms: max(int(per) * sms // heads, int(times * rows))
-    decode_attention.LEAST_PIECE_TOKENS = took["least"]
-    extend = dict(took["extend"])
-    with_tile(extend.pop("m"), extend.pop("n"))
-    extend_attention.SHAPE = tuple(extend.values())
-    tiles = {tuple(key): gemv.Tile(*tile) if tile else None for *key, tile in took["few"]}
-    usual = gemv.tile_for
-    found = lambda *key: tiles[key] if key in tiles else usual(*key)  # noqa: E731
-    gemv.tile_for = forward.tile_for = found
+    if "decode" in took:
+        many, few = (tuple(took[name].values()) for name in ("decode", "decode_few"))
+        decode_attention.shape_for = lambda rows: few if rows <= 8 else many
+        per, times = took["pieces"]
+        decode_attention.extra_pieces = lambda rows, heads, sms: max(int(per) * sms // heads, int(times * rows))
+        decode_attention.LEAST_PIECE_TOKENS = took["least"]
+    if "extend" in took:
+        extend = dict(took["extend"])
+        with_tile(extend.pop("m"), extend.pop("n"))
+        extend_attention.SHAPE = tuple(extend.values())
+    if "few" in took:
+        tiles = {tuple(key): gemv.Tile(*tile) if tile else None for *key, tile in took["few"]}
+        usual = gemv.tile_for
+        gemv.tile_for = forward.tile_for = lambda *key: tiles[key] if key in tiles else usual(*key)
 
 
 def sizes() -> None:
