@@ -5,11 +5,19 @@ A request is named by ``(origin, id)``: the frontend's mailbox address and a num
 its resubmissions, so that words of an earlier incarnation are told from the present one's and dropped.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# What kind of error ended a request: the client's frontend words its status code by it.
+ErrorCode = Literal["", "queue_full", "deadline", "too_long", "not_finite", "shutdown", "internal"]
+
+
+def ids(data: bytes) -> list[int]:
+    """Token ids as they travel, as numbers."""
+    return memoryview(data).cast("i").tolist()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -47,6 +55,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     priority: int = 0  # larger runs earlier
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     budget_s: float | None = None  # time left until the request's deadline
+    via: int = 0  # generation of the detokenizer that the frontend counts on: not before the scheduler knows it too
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -97,28 +106,53 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
     error: str = ""  # with finish == "error": what happened and what to do
+    code: ErrorCode = ""
     stop_token: bool = False  # finish == "stop" because of the last token, which is then not part of the text
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="step"):
-    """Scheduler rank 0 -> detokenizer: one message per step."""
+    """Scheduler rank 0 -> detokenizer: one message per step.
+
+    Most requests of most steps get one token and no other news; these *plain* rows travel as columns, the others as
+    ``TokenRow`` in ``news``. A request has at most one row in a message. ``rows`` shows all of them alike.
+    """
 
     opened: tuple[Opened, ...]
-    rows: tuple[TokenRow, ...]
+    news: tuple[TokenRow, ...]
+    origins: tuple[str, ...] = ()
+    plain: bytes = b""  # int64[4, plain rows]: index into origins, id, attempt, token
+    source: str = ""  # with ``opened``: the scheduler's path
+
+    def plain_rows(self) -> Iterator[tuple[str, int, int, int]]:
+        """(origin, id, attempt, token) of each plain row."""
+        cells = memoryview(self.plain).cast("q").tolist()
+        n = len(cells) // 4
+        origins = [self.origins[index] for index in cells[:n]]
+        return zip(origins, cells[n : 2 * n], cells[2 * n : 3 * n], cells[3 * n :], strict=True)
+
+    @property
+    def rows(self) -> tuple[TokenRow, ...]:
+        plain = [TokenRow(origin, id, attempt, (token,)) for origin, id, attempt, token in self.plain_rows()]
+        return (*plain, *self.news)
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
-    """One request's news for its frontend. ``offset`` = characters of output text before ``text``."""
+    """One request's news for its frontend.
+
+    ``start`` and ``offset`` say how many output tokens and characters of output text came before these.
+    """
 
     id: int
     attempt: int
+    start: int
     tokens: tuple[int, ...]
     offset: int
     text: str
     finish: FinishReason | None = None
     error: str = ""
+    code: ErrorCode = ""
     stop_match: str | int | None = None  # the stop string or stop token id that ended it
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -1,0 +1,371 @@
+"""An actor that is a process, seen from its parent: handshake, clock, stop ladder, and one verdict on its end."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from typing import Any
+
+import anyio
+
+from . import _wire as wire
+from ._exit import Exited, ExitReason, Lost, Progress, Raised, Returned, Signalled, StartTimeout, Stopped, Unresponsive
+from ._hub import Hub
+from ._incarnation import Observer, State
+from ._launcher import ExitStatus, Launcher, Process
+from ._link import Link
+from ._peer import Peer
+from ._remote import capture
+from ._snapshot import Snapshot
+from ._spec import ChildSpec
+
+FAILED_START_GRACE_S = 0.3  # for a process whose start has failed to be gone
+EXIT_GRACE_S = 5.0  # for a process whose target has ended to be gone
+ORPHAN_GRACE_S = 1.0  # for a process that finds its parent gone: nobody is left whom its work would help
+LOST_GRACE_S = 0.5  # for a process that closed its control channel to be gone; less than it gives itself as an orphan
+REAP_TIMEOUT_S = 10.0  # for a killed process to be gone
+STACKS_TIMEOUT_S = 1.0
+TAIL_LINES = 50
+
+
+class ProcessActor:
+    """Liveness is two facts joined: the kernel's word on the process, and its own words on the control channel."""
+
+    def __init__(
+        self, spec: ChildSpec, path: str, generation: int, *, hub: Hub, observer: Observer, launcher: Launcher
+    ) -> None:
+        self.path = path
+        self.generation = generation
+        self.pid: int | None = None
+        self.state = State.NEW
+        self.phase = ""
+        self.progress = Progress()
+        self.value: Any = None
+        self.started_at: float | None = None
+        self.exception: BaseException | None = None
+        self.tree: tuple[Snapshot, ...] = ()
+        self.tree_at = 0.0
+        self._spec = spec
+        self._hub = hub
+        self._observer = observer
+        self._launcher = launcher
+        self._process: Process | None = None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._tail_rest = b""
+        self._waiting = anyio.CancelScope()
+        self._clock_wake = anyio.Event()
+        self._begun_at = self._beat_at = 0.0
+        self._start_deadline = math.inf
+        self._kill_at = math.inf  # the earliest of all reasons to kill it
+        self._killed_at: float | None = None
+        self._stopped_by: str | None = None
+        self._deadline = math.inf
+        self._bye: ExitReason | None = None
+        self._bye_first = False  # it ended by itself, before anyone stopped it
+        self._decided: ExitReason | None = None  # by us: it started too late, or hangs
+        self._lost = ""
+        self._reached_target = False
+
+    @property
+    def stderr_tail(self) -> tuple[str, ...]:
+        return tuple(self._tail)
+
+    def mailbox_counts(self) -> tuple[int, int]:
+        return next(((top.mailbox, top.dropped) for top in self.tree), (0, 0))
+
+    def take_tree(self, snapshot: Snapshot) -> None:
+        self.tree = (snapshot,)
+        self.tree_at = anyio.current_time()
+
+    # -- life ---
+    async def run(self) -> ExitReason:
+        if self._stopped_by is not None:
+            return Stopped(self._stopped_by)
+        self.state = State.SPAWNING
+        self._begun_at = anyio.current_time()
+        self._extend_start()
+        grace = ORPHAN_GRACE_S if self._spec.stop_timeout is None else min(self._spec.stop_timeout, ORPHAN_GRACE_S)
+        try:
+            self._process = process = self._launcher.launch(self._spec, self.path, grace)
+        except (OSError, ValueError) as exc:
+            self.exception = exc
+            return Raised(capture(exc))
+        self.pid = process.pid
+        self._hub.changed()
+        reason: ExitReason = Lost("its supervisor was torn down")
+        self._link = Link(process.control, lambda: peer.flush_taken())
+        peer = Peer(self._hub, self.path, self._link, self._on_control)
+        peer.generation = self.generation
+        try:
+            self._link.send(self._launch_frame(grace))
+            self._hub.register(peer)
+            status = await self._live(process)
+            reason = self._verdict(status)
+            if status is not None:
+                process.reap()
+        except BaseException:  # no stop, but a crash of the supervisor itself: leave no process
+            process.kill()
+            with anyio.move_on_after(REAP_TIMEOUT_S, shield=True):
+                await process.wait()
+                process.reap()
+            raise
+        finally:
+            self.state = State.ENDED
+            peer.close(self.generation, reason)
+            self._hub.unregister(peer, self.generation, reason)
+            self._link.close()
+            process.close()
+        return reason
+
+    async def _live(self, process: Process) -> ExitStatus | None:
+        """Until it is dead (its status) or can't be killed (None)."""
+        status = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._read)
+            tasks.start_soon(self._link.write)
+            tasks.start_soon(self._read_stderr)
+            tasks.start_soon(self._run_clock)
+            with self._waiting:
+                status = await process.wait()
+                self._link.read_rest(self._on_frame)
+                self._read_stderr_now()
+            tasks.cancel_scope.cancel()
+        return status
+
+    def _launch_frame(self, grace_s: float) -> wire.Launch:
+        spec = self._spec
+        assert isinstance(spec.target, str)
+        return wire.Launch(
+            self.path,
+            self.generation,
+            spec.target,
+            [wire.dump(arg) for arg in spec.args],
+            spec.backend,
+            spec.mailbox,
+            spec.overflow,
+            spec.drain,
+            grace_s,
+            self._hub.generations_below(self.path),
+        )
+
+    def _verdict(self, status: ExitStatus | None) -> ExitReason:
+        if self._decided is not None:
+            return self._decided
+        if self._stopped_by is not None and not self._bye_first:
+            return self._stop_verdict(status, self._stopped_by)
+        if self._bye is not None:
+            return self._bye
+        if status is None:
+            return Lost("it can't be killed: " + (self._process.describe() if self._process else ""))
+        if self._lost and self._killed_at is not None:
+            return Lost(self._lost)
+        if status.signal is not None:
+            return Signalled(status.signal, status.core)
+        if status.code is not None:
+            return Exited(status.code)
+        return Lost("someone else has taken its exit status")
+
+    def _stop_verdict(self, status: ExitStatus | None, by: str) -> ExitReason:
+        if status is None:
+            return Stopped(by, "stuck", "it can't be killed")
+        if self._killed_at is not None and self._bye is None:
+            late = self._killed_at - self._stop_at
+            return Stopped(by, "killed", f"after {late:.1f} s" if self._reached_target else "before its target ran")
+        match self._bye:
+            case Stopped(_, how, detail):
+                return Stopped(by, how, detail)
+            case None:
+                last = Signalled(status.signal, status.core) if status.signal else Exited(status.code or 0)
+                return Stopped(by, "exited", str(last))
+            case Returned():
+                return Stopped(by, "returned")
+            case other:
+                return Stopped(by, "raised", str(other))
+
+    # -- its words ---
+    async def _read(self) -> None:
+        try:
+            await self._link.read(self._on_frame)
+        except wire.ProtocolError as exc:
+            self._lost = f"it broke the protocol: {exc}"
+            self._kill_by(0.0)
+            return
+        if self._bye is None:
+            self._lost = "it closed its control channel and stayed alive"
+            self._kill_by(LOST_GRACE_S)
+
+    def _on_frame(self, frame: wire.AnyFrame) -> None:
+        peer = self._hub.endpoints.get(self.path)
+        assert isinstance(peer, Peer)
+        peer.on_frame(frame)
+
+    def _on_control(self, frame: wire.AnyFrame) -> None:
+        match frame:
+            case wire.Boot():
+                if self.state is State.SPAWNING:
+                    self.state = State.BOOTED
+                self._observer.progressed(self)
+            case wire.Phase(progress):
+                if progress.phase != "import" and self.state is State.BOOTED:
+                    self.state = State.STARTING
+                    self._reached_target = True
+                self.progress = progress
+                self.phase = progress.phase
+                self._extend_start()
+                self._observer.progressed(self)
+            case wire.Started(value):
+                self._on_started(value)
+            case wire.Beat(phase):
+                self._beat_at = anyio.current_time()
+                if phase != self.phase:  # another limit holds, maybe an earlier one
+                    self.phase = phase
+                    self._clock_wake.set()
+                self._observer.beat(self)
+            case wire.Bye(reason):
+                self._bye = reason
+                self._bye_first = self._stopped_by is None
+                if self.started_at is None and self._bye_first:
+                    self._observer.failed_start(self, reason)
+                self._kill_by(FAILED_START_GRACE_S if self.started_at is None else EXIT_GRACE_S)
+            case wire.Tree(snapshot):
+                self.tree = wire.decode_snapshot(snapshot)
+                self.tree_at = anyio.current_time()
+                self._hub.changed()
+            case wire.Reported(event):
+                self._observer.reported(event)
+            case wire.Generation(path, number):
+                self._hub.note_generation(path, number)
+            case _:
+                raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
+
+    def _on_started(self, value: bytes) -> None:
+        self.value = wire.load(value)
+        self.started_at = self._beat_at = anyio.current_time()
+        self.phase = ""
+        if self.state in (State.SPAWNING, State.BOOTED, State.STARTING):
+            self.state = State.RUNNING
+        self._clock_wake.set()
+        if self._stopped_by is None:
+            self._observer.has_started(self)
+
+    async def _read_stderr(self) -> None:
+        assert self._process is not None
+        while self._process.stderr is not None:
+            await anyio.wait_readable(self._process.stderr)
+            if not self._read_stderr_now():
+                return
+
+    def _read_stderr_now(self) -> bool:
+        """Take what is there; False at its end."""
+        assert self._process is not None
+        while self._process.stderr is not None:
+            try:
+                data = os.read(self._process.stderr, 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                break
+            self._launcher.show(data)
+            *lines, self._tail_rest = (self._tail_rest + data).split(b"\n")
+            self._tail_rest = self._tail_rest[-4096:]
+            self._tail.extend(line.decode(errors="replace") for line in lines)
+        if self._tail_rest:
+            self._tail.append(self._tail_rest.decode(errors="replace"))
+            self._tail_rest = b""
+        return False
+
+    # -- its time ---
+    def _extend_start(self) -> None:
+        now = anyio.current_time()
+        self._start_deadline = min(now + self._spec.start_timeout, self._begun_at + self._spec.start_timeout_max)
+
+    def _kill_by(self, delay_s: float) -> None:
+        self._kill_at = min(self._kill_at, anyio.current_time() + delay_s)
+        self._clock_wake.set()
+
+    def _hang_limit(self) -> float:
+        limit = self._spec.hang_timeouts.get(self.phase, self._spec.hang_timeout)
+        return math.inf if limit is None else limit
+
+    async def _run_clock(self) -> None:
+        while True:
+            now = anyio.current_time()
+            alive = self._stopped_by is None and self._bye is None and self._decided is None
+            until = self._kill_at
+            if self._killed_at is not None:
+                until = self._killed_at + REAP_TIMEOUT_S
+                if now >= until:
+                    self._give_up_on_process()
+                    return
+            elif now >= self._kill_at:
+                self._kill(now)
+                continue
+            elif alive and self.started_at is None:
+                until = min(until, self._start_deadline)
+                if now >= self._start_deadline:
+                    limit = round(self._start_deadline - self._begun_at, 3)
+                    self._decided = StartTimeout(self.phase, self.progress, limit)
+                    self._observer.failed_start(self, self._decided)
+                    await self.thread_stacks()
+                    self._kill_by(0.0)
+                    continue
+            elif alive:
+                hang_at = self._beat_at + self._hang_limit()
+                until = min(until, hang_at)
+                if now >= hang_at:
+                    silent, phase = now - self._beat_at, self.phase
+                    stacks = await self.thread_stacks()
+                    self._decided = Unresponsive(round(silent, 3), phase, stacks)
+                    self._kill_by(0.0)
+                    continue
+            self._clock_wake = anyio.Event()
+            with anyio.move_on_at(until):
+                await self._clock_wake.wait()
+
+    async def thread_stacks(self) -> str:
+        """The stacks of all its threads, taken by a signal, so also when stuck. They go to the stderr tail too."""
+        assert self._process is not None
+        stacks = await self._process.dump_stacks(STACKS_TIMEOUT_S)
+        if not stacks:
+            stacks = f"no stacks: the process didn't answer ({self._process.describe()})"
+        self._tail.extend(stacks.splitlines())
+        return stacks
+
+    def _kill(self, now: float) -> None:
+        assert self._process is not None
+        self._killed_at = now
+        self.state = State.STOPPING
+        self._process.kill()
+
+    def _give_up_on_process(self) -> None:
+        assert self._process is not None
+        text = f"SIGKILL was sent {REAP_TIMEOUT_S:g} s ago and it still exists: {self._process.describe()}"
+        self._observer.stuck(self, text)
+        self._waiting.cancel()
+
+    def stop(self, deadline: float, by: str) -> None:
+        now = anyio.current_time()
+        if self._stopped_by is not None and deadline >= self._deadline:
+            return
+        if self._stopped_by is None:
+            self._stop_at = now
+        self._stopped_by = self._stopped_by or by
+        self._deadline = deadline
+        if self._process is None:
+            return
+        if self.state in (State.SPAWNING, State.BOOTED):  # its target hasn't begun: there is nothing to unwind
+            self.state = State.STOPPING
+            self._kill_by(0.0)
+            return
+        drains = self._spec.drain and self.started_at is not None
+        self.state = State.DRAINING if drains else State.STOPPING
+        budget = max(deadline - now, 0.0)
+        # A little less for the child: what is below it must be gone before it is killed itself.
+        budget_s = None if math.isinf(budget) else budget - min(0.5, budget / 10)
+        self._link.send(wire.Stop(by, budget_s, drains))
+        self._kill_at = min(self._kill_at, deadline)
+        if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
+            self._kill_by(FAILED_START_GRACE_S)
+        self._clock_wake.set()
+        self._hub.changed()

@@ -1,0 +1,355 @@
+"""The runner of one supervisor: carries out what the core decides, and tells the core what happened."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from msgspec import Struct
+
+from . import _core
+from ._core import Core
+from ._errors import ActorClosed, ActorStartError, RestartLimitExceeded
+from ._events import Event, OnEvent
+from ._exit import ExitReason, Progress, Raised, Returned, Stopped, is_abnormal
+from ._hub import Hub, News
+from ._incarnation import Incarnation, Observer, State
+from ._launcher import Launcher
+from ._process import ProcessActor
+from ._remote import capture
+from ._spec import Spec, SupervisorSpec
+from ._target import import_later
+from ._task import TaskActor
+from ._wire import Parcel
+
+
+class Environment(Struct, frozen=True):
+    """What all supervisors of one process share."""
+
+    launcher: Launcher
+    on_event: OnEvent | None = None
+    draw: Callable[[], float] = random.random  # for the backoff's jitter
+    on_interrupt: Callable[[BaseException], None] | None = None
+
+    def tell(self, event: Event) -> None:
+        if self.on_event is not None:
+            try:
+                self.on_event(event)
+            except Exception as exc:
+                self.interrupt(exc)
+
+    def interrupt(self, exc: BaseException) -> None:
+        """Ctrl-C inside an actor, or a broken `on_event`: for the tree's owner, after an orderly stop."""
+        if self.on_interrupt is None:
+            raise exc
+        self.on_interrupt(exc)
+
+
+class Slot:
+    """A child: its spec, its present incarnation, and those who wait for news of it."""
+
+    def __init__(self, spec: Spec, path: str) -> None:
+        self.spec = spec
+        self.path = path
+        self.incarnation: Incarnation | None = None
+        self.generation = 0
+        self.up = False
+        self.ever_up = False
+        self.gone = False
+        self.error: Exception | None = None
+        self._changed = anyio.Event()
+
+    def notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def wait_change(self) -> None:
+        await self._changed.wait()
+
+
+class Runner:
+    """An incarnation like any actor: `run` is the supervisor's life, `stop` asks for its end."""
+
+    def __init__(
+        self,
+        spec: SupervisorSpec,
+        path: str,
+        *,
+        hub: Hub,
+        environment: Environment,
+        observer: Observer | None = None,
+        generation: int = 0,
+    ) -> None:
+        self.path = path
+        self.generation = generation
+        self.pid: int | None = None
+        self.state = State.NEW
+        self.phase = ""
+        self.progress = Progress()
+        self.value: Any = None
+        self.started_at: float | None = None
+        self.exception: BaseException | None = None
+        self.stderr_tail: tuple[str, ...] = ()
+        self.hub = hub
+        self.environment = environment
+        self.slots: dict[str, Slot] = {}
+        self.started = anyio.Event()  # all up, or ended before
+        self.ended = anyio.Event()
+        self.finished: _core.Finished | None = None
+        self.core = Core(spec, environment.draw)
+        self._observer = observer
+        self._tasks: TaskGroup | None = None
+        self._timer_wake = anyio.Event()
+        self._done = anyio.Event()
+        self._early_stop: tuple[float, str] | None = None
+        self._start_failure: Exception | None = None
+
+    # -- life ---
+    async def run(self) -> ExitReason:
+        try:
+            if self._early_stop is not None:
+                self.finished = _core.Finished("stop", self._early_stop[1])
+            else:
+                await self._live()
+            assert self.finished is not None
+            reason = self._verdict(self.finished)
+        finally:  # also when it crashes, as when `on_event` raises: whoever waits must not wait for ever
+            self.state = State.ENDED
+            self.hub.runners.pop(self.path, None)
+            self.started.set()
+            self.ended.set()
+        self._report("supervisor_ended", self.path, reason=reason)
+        return reason
+
+    async def _live(self) -> None:
+        self.state = State.STARTING
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                self.hub.runners[self.path] = self
+                tasks.start_soon(self._run_timers)
+                self._carry_out(self.core.begin(anyio.current_time()))
+                await self._done.wait()
+                tasks.cancel_scope.cancel()
+
+    def _verdict(self, finished: _core.Finished) -> ExitReason:
+        causes = tuple((self._child_path(name), reason) for name, reason in finished.deaths)
+        match finished.cause:
+            case "stop":
+                return Stopped(finished.by)
+            case "auto_shutdown":
+                return Returned()
+            case "start_failed":
+                self.exception = self._start_failure
+            case "limit":
+                spec = self.core.spec
+                why = f"more than {spec.intensity} deaths within {spec.period:g} s"
+                self.exception = RestartLimitExceeded(self.path, causes, why)
+            case _:
+                why = f"{finished.name!r} died of a cause that is not to be retried"
+                self.exception = RestartLimitExceeded(self.path, causes, why)
+        assert self.exception is not None
+        return Raised(capture(self.exception))
+
+    def stop(self, deadline: float, by: str) -> None:
+        if self._tasks is None:
+            self._early_stop = (deadline, by)
+            return
+        if self.finished is None:
+            self.state = State.STOPPING
+            self._carry_out(self.core.stop(anyio.current_time(), deadline, by))
+
+    def mailbox_counts(self) -> tuple[int, int]:
+        return 0, 0
+
+    async def _run_timers(self) -> None:
+        while True:
+            self._timer_wake = anyio.Event()
+            with anyio.move_on_at(self.core.next_timer()):
+                await self._timer_wake.wait()
+                continue
+            self._carry_out(self.core.advance(anyio.current_time()))
+
+    # -- the core's actions ---
+    def add(self, spec: Spec) -> Slot:
+        """One more child. Raises SpecError, or ActorClosed if the supervisor is stopping."""
+        if self._tasks is None or self.core.ending is not None:
+            raise ActorClosed(f"supervisor {self.path or 'root'!r} is stopping; it starts nothing more")
+        self._carry_out(self.core.add(spec, anyio.current_time()))
+        return self._slot(spec.name)
+
+    async def stop_slot(self, slot: Slot, deadline: float, by: str) -> None:
+        """Stop a child for good and wait until it is gone. Cancelled, the stop goes on."""
+        if not slot.gone and self.finished is None:
+            self._carry_out(self.core.stop_child(slot.spec.name, anyio.current_time(), deadline, by))
+        while not slot.gone:
+            await slot.wait_change()
+
+    async def restart_slot(self, slot: Slot) -> None:
+        """Stop a child, start it anew, and wait until it is up. Raises its start error or ActorClosed."""
+        before = slot.generation
+        if not slot.gone and self.finished is None:
+            actions = self.core.restart_child(slot.spec.name, anyio.current_time(), "request, to restart it")
+            self._carry_out(actions)
+        while not (slot.up and slot.generation > before):
+            if slot.gone or self.core.is_down_for_good(slot.spec.name):
+                raise slot.error or ActorClosed(f"actor {slot.path!r} has ended after it was restarted")
+            await slot.wait_change()
+
+    def _carry_out(self, actions: list[_core.Action]) -> None:
+        for action in actions:
+            match action:
+                case _core.Start(name):
+                    self._start(name)
+                case _core.Stop(name, deadline, by):
+                    slot = self.slots[name]
+                    assert slot.incarnation is not None
+                    self._report("stopping", slot.path, slot)
+                    slot.incarnation.stop(deadline, by)
+                case _core.Decided():
+                    self._decided(action)
+                case _core.Removed(name):
+                    if name in self.slots:
+                        slot = self.slots.pop(name)
+                        slot.gone = True
+                        slot.notify()
+                        self.hub.forget(slot.path)
+                case _core.AllStarted():
+                    self.started_at = anyio.current_time()
+                    self.state = State.RUNNING
+                    self.started.set()
+                    if self._observer is not None:
+                        self._observer.has_started(self)
+                case _core.Finished():
+                    self.finished = action
+                    for slot in self.slots.values():
+                        slot.gone = True
+                        slot.notify()
+                    self._done.set()
+        if self.core.ending is not None and self.state in (State.STARTING, State.RUNNING):
+            self.state = State.STOPPING
+        self._timer_wake.set()
+        self.hub.changed()
+
+    def _child_path(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.path else name
+
+    def _slot(self, name: str) -> Slot:
+        slot = self.slots.get(name)
+        if slot is None:
+            spec = self.core.children[name].spec if name in self.core.children else None
+            assert spec is not None
+            slot = self.slots[name] = Slot(spec, self._child_path(name))
+        return slot
+
+    def _start(self, name: str) -> None:
+        slot = self._slot(name)
+        slot.generation = self.hub.next_generation(slot.path)
+        slot.incarnation = self._make(slot)
+        self._report("starting", slot.path, slot)
+        assert self._tasks is not None
+        self._tasks.start_soon(self._run_child, slot, slot.incarnation, name=slot.path)
+
+    def _make(self, slot: Slot) -> Incarnation:
+        spec = slot.spec
+        if isinstance(spec, SupervisorSpec):
+            return Runner(
+                spec, slot.path, hub=self.hub, environment=self.environment, observer=self, generation=slot.generation
+            )
+        if spec.where == "process":
+            launcher = self.environment.launcher
+            return ProcessActor(spec, slot.path, slot.generation, hub=self.hub, observer=self, launcher=launcher)
+        return TaskActor(
+            slot.path,
+            slot.generation,
+            spec.target if callable(spec.target) else import_later(spec.target),
+            tuple(spec.args),
+            hub=self.hub,
+            observer=self,
+            environment=self.environment,
+            start_timeout=spec.start_timeout,
+            start_timeout_max=spec.start_timeout_max,
+            drain=spec.drain,
+            mailbox=spec.mailbox,
+            overflow=spec.overflow,
+        )
+
+    async def _run_child(self, slot: Slot, incarnation: Incarnation) -> None:
+        reason = await incarnation.run()
+        if slot.up:
+            slot.up = False
+            self.hub.publish(News(slot.path, slot.generation, Parcel(), reason))
+        if incarnation.started_at is None and self.core.children[slot.spec.name].status != "stopping":
+            slot.error = start_error(incarnation, reason)
+            self._start_failure = slot.error
+        self._carry_out(self.core.child_exited(slot.spec.name, reason, anyio.current_time()))
+        slot.notify()
+
+    def _decided(self, action: _core.Decided) -> None:
+        slot = self._slot(action.name)
+        self._report(
+            "exited",
+            slot.path,
+            slot,
+            reason=action.reason,
+            next=action.next,
+            delay_s=action.delay_s,
+            count=action.count,
+            intensity=self.core.spec.intensity,
+            text="\n".join(slot.incarnation.stderr_tail) if slot.incarnation and is_abnormal(action.reason) else "",
+        )
+
+    # -- the children's words ---
+    def in_order(self) -> list[Slot]:
+        """All children, in their order."""
+        return [self._slot(name) for name in self.core.children]
+
+    def _slot_of(self, actor: Incarnation) -> Slot:
+        return self.slots[actor.path.rpartition("/")[2]]
+
+    def progressed(self, actor: Incarnation) -> None:
+        slot = self._slot_of(actor)
+        self._report("progress", actor.path, slot, progress=actor.progress)
+        self.hub.changed()
+
+    def has_started(self, actor: Incarnation) -> None:
+        slot = self._slot_of(actor)
+        slot.up = slot.ever_up = True
+        self.hub.publish(News(actor.path, actor.generation, Parcel(actor.value)))
+        self._report("started", actor.path, slot)
+        self._carry_out(self.core.child_started(slot.spec.name, anyio.current_time()))
+        slot.notify()
+
+    def beat(self, actor: Incarnation) -> None:
+        self.hub.changed()
+
+    def failed_start(self, actor: Incarnation, reason: ExitReason) -> None:
+        self._report("failed_start", actor.path, self._slot_of(actor), reason=reason)
+
+    def reported(self, event: Event) -> None:
+        self.environment.tell(event)
+
+    def stuck(self, actor: Incarnation, text: str) -> None:
+        self._report("stuck", actor.path, self._slot_of(actor), text=text)
+
+    def _report(self, kind: Any, path: str, slot: Slot | None = None, **facts: Any) -> None:
+        if self.environment.on_event is not None:
+            inc = None if slot is None else slot.incarnation
+            if inc is not None:
+                facts.setdefault("generation", inc.generation)
+                facts.setdefault("pid", inc.pid)
+                if kind == "exited" and inc.started_at is not None:
+                    facts["uptime_s"] = anyio.current_time() - inc.started_at
+            self.environment.tell(Event(kind, path, **facts))
+
+
+def start_error(incarnation: Incarnation, reason: ExitReason) -> Exception:
+    """The innermost failed start is the one to report; a nested supervisor's is its child's."""
+    if isinstance(incarnation.exception, ActorStartError | RestartLimitExceeded):
+        return incarnation.exception
+    error = ActorStartError(incarnation.path, reason, incarnation.phase, incarnation.progress, incarnation.stderr_tail)
+    error.__cause__ = incarnation.exception
+    return error

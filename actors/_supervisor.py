@@ -1,0 +1,246 @@
+"""The public face of a supervisor, and the way to open one."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from ._context import Watch
+from ._errors import ActorClosed, ActorError
+from ._events import OnEvent
+from ._exit import ExitReason, Returned, Stopped
+from ._hub import Hub, PendingCall
+from ._launcher import Launcher, LocalLauncher
+from ._ref import Ref
+from ._runner import Environment, Runner, Slot
+from ._snapshot import Snapshot
+from ._spec import AutoShutdown, Spec, Strategy, SupervisorSpec
+from ._views import refresh, supervisor_snapshot
+from ._wire import Parcel
+
+if TYPE_CHECKING:
+    from ._task import TaskActor
+
+_FOREVER = math.inf
+
+
+class Supervisor:
+    """A running supervisor, as its owner sees it. Got from `open_supervisor`; to be used on that event loop only."""
+
+    def __init__(self, runner: Runner, owner_deadline: Callable[[], float] = lambda: _FOREVER) -> None:
+        self._runner = runner
+        self._owner_deadline = owner_deadline
+        self._hub = runner.hub
+        self._body = anyio.CancelScope()
+        self._waiters = 0
+        self._delivered = False
+        self._interrupt: BaseException | None = None
+
+    @property
+    def path(self) -> str:
+        return self._runner.path
+
+    # -- children ---
+    async def start(self, spec: Spec) -> Ref:
+        """Add a child and wait until it has started. Cancelled, the child is stopped and forgotten before this ends.
+
+        Raises ActorStartError, SpecError, or ActorClosed when the supervisor is stopping.
+        """
+        slot = self._runner.add(spec)
+        try:
+            while not slot.ever_up:
+                if slot.gone:
+                    raise slot.error or ActorClosed(f"actor {slot.path!r} was stopped before it had started")
+                await slot.wait_change()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._runner.stop_slot(slot, _FOREVER, "its starter, which was cancelled")
+            raise
+        return self._ref_to(slot)
+
+    def ref(self, path: str) -> Ref:
+        """A ref to the present incarnation at an absolute path; to the path, if another process supervises it."""
+        runner: Runner | None = self._hub.runners.get(path.rpartition("/")[0])
+        slot = None if runner is None else runner.slots.get(path.rpartition("/")[2])
+        if slot is None or slot.incarnation is None:
+            return Ref(self._hub, path, 0, None, None)
+        return self._ref_to(slot)
+
+    def _ref_to(self, slot: Slot) -> Ref:
+        inc = slot.incarnation
+        assert inc is not None
+        return Ref(self._hub, slot.path, slot.generation, inc.value, inc.pid)
+
+    # -- waiting ---
+    async def wait_started(self) -> None:
+        """Wait until every child of the first hour is up. Raises ActorStartError or whatever ended the supervisor."""
+        await self._wait_for(self._runner.started)
+        if self._runner.started_at is None:
+            raise ActorClosed(f"supervisor {self.path or 'root'!r} was stopped before it had started")
+
+    async def wait(self) -> ExitReason:
+        """Wait for the end: Stopped, or Returned after an auto-shutdown.
+
+        Raises RestartLimitExceeded or ActorStartError.
+        Cancellation has no effect on the supervisor.
+        """
+        await self._wait_for(self._runner.ended)
+        finished = self._runner.finished
+        assert finished is not None
+        return Returned() if finished.cause == "auto_shutdown" else Stopped(finished.by)
+
+    async def _wait_for(self, event: anyio.Event) -> None:
+        self._waiters += 1
+        try:
+            await event.wait()
+        finally:
+            self._waiters -= 1
+        if self._runner.finished is not None:
+            await self._runner.ended.wait()
+            if self._runner.exception is not None:
+                self._delivered = True
+                raise self._runner.exception
+
+    async def stop(self, timeout: float | None = None, *, by: str = "its owner") -> None:
+        """Stop all in order and wait for the end. Called again with a shorter timeout, it shortens the deadline.
+
+        Cancelled, the stop goes on without this wait.
+        """
+        self.request_stop(_FOREVER if timeout is None else anyio.current_time() + timeout, by)
+        await self._runner.ended.wait()
+
+    def request_stop(self, deadline: float = _FOREVER, by: str = "its owner") -> None:
+        """The same without waiting; `deadline` is on the anyio.current_time clock."""
+        self._runner.stop(deadline, by)
+
+    # -- looking ---
+    def snapshot(self) -> Snapshot:
+        """The state of all below, now; of what is inside process actors, as they last told it."""
+        return supervisor_snapshot(self._runner)
+
+    async def refresh(self) -> Snapshot:
+        """The same, after having asked every process for its state now."""
+        await refresh(self._hub)
+        return self.snapshot()
+
+    def watch(self, path: str) -> Watch:
+        """`async for notice in sup.watch(path)`: Up and Down of the actor at an absolute path; first what is known."""
+        return Watch(self._hub, path)
+
+    # -- the runner's host ---
+    def interrupt(self, exc: BaseException) -> None:
+        """Stop all, end the block, and raise `exc` from it."""
+        if self._interrupt is None:
+            self._interrupt = exc
+            assert self._hub.tasks is not None
+            self._hub.tasks.start_soon(self._end_interrupted)  # not here, in the midst of an event
+
+    async def _end_interrupted(self) -> None:
+        self.request_stop(_FOREVER, type(self._interrupt).__name__)
+        self._body.cancel(type(self._interrupt).__name__)
+
+    async def _host(self) -> None:
+        await self._runner.run()
+        if self._runner.exception is not None and not self._waiters:
+            self._body.cancel("its supervisor gave up")
+
+    @asynccontextmanager
+    async def _opened(self, wait_started: bool) -> AsyncIterator[Supervisor]:
+        error: BaseException | None = None
+        async with anyio.create_task_group() as tasks:
+            if not self.path:
+                self._hub.tasks = tasks
+            tasks.start_soon(self._host)
+            try:
+                with self._body:
+                    if wait_started:
+                        await self.wait_started()
+                    yield self
+            except (Exception, KeyboardInterrupt, SystemExit) as exc:
+                error = exc  # raised below, without the task group's wrapping
+            finally:
+                remaining = anyio.current_effective_deadline()
+                deadline = _FOREVER if math.isinf(remaining) else remaining
+                self.request_stop(min(deadline, self._owner_deadline()), "its owner, which left the block")
+                with anyio.CancelScope(shield=True):
+                    await self._runner.ended.wait()
+                if not self.path:
+                    tasks.cancel_scope.cancel()
+        if self._interrupt is not None:
+            raise self._interrupt
+        failure = self._runner.exception
+        if error is not None:
+            if failure is not None and failure is not error and not self._delivered:
+                error.add_note(f"meanwhile, {failure}")
+            raise error
+        if failure is not None and not self._delivered:
+            raise failure
+
+
+def open_supervisor(
+    children: Sequence[Spec] = (),
+    *,
+    name: str = "root",
+    strategy: Strategy = "one_for_one",
+    intensity: int = 3,
+    period: float = 60.0,
+    auto_shutdown: AutoShutdown = "never",
+    wait_started: bool = True,
+    launcher: Launcher | None = None,
+    on_event: OnEvent | None = None,
+    seed: int | None = None,
+) -> AbstractAsyncContextManager[Supervisor]:
+    """The root of a tree: `async with open_supervisor([...]) as sup`.
+
+    Entering waits until all `children` have started, unless `wait_started` is False. Leaving the block, also by
+    cancellation, stops all in order before it returns. When the supervisor gives up, the block is cancelled and the
+    reason (RestartLimitExceeded or ActorStartError) raised from it, unless someone waited for it inside.
+
+    `on_event` is called with an `Event` for every fact, on the loop's thread; it must not block or raise. `seed` fixes
+    the backoff's jitter.
+    """
+    spec = SupervisorSpec(
+        name, children, strategy=strategy, intensity=intensity, period=period, auto_shutdown=auto_shutdown
+    )
+
+    def interrupt(exc: BaseException) -> None:
+        supervisor.interrupt(exc)
+
+    environment = Environment(launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
+    hub = Hub()
+    runner = Runner(spec, "", hub=hub, environment=environment)
+    supervisor = Supervisor(runner)
+
+    async def answer(call: PendingCall) -> None:
+        await refresh(hub)
+        call.finish(Parcel(supervisor_snapshot(runner)))
+
+    hub.system["$snapshot"] = answer
+    return supervisor._opened(wait_started)
+
+
+@asynccontextmanager
+async def open_nested(
+    actor: TaskActor, path: str, children: Sequence[Spec], options: Mapping[str, Any]
+) -> AsyncIterator[Supervisor]:
+    """A supervisor that an actor opens for itself; it is part of the actor and shares its hub."""
+    options = dict(options)
+    wait_started = options.pop("wait_started", True)
+    spec = SupervisorSpec(path.rpartition("/")[2], children, **options)
+    hub = actor.hub
+    runner = Runner(spec, path, hub=hub, environment=actor.environment)
+    siblings = hub.supervisors.setdefault(actor.path, [])
+    if any(other.path == path for other in siblings):
+        raise ActorError(f"actor {actor.path!r} has an open supervisor at {path!r} already")
+    siblings.append(runner)
+    try:
+        async with Supervisor(runner, actor.stop_deadline)._opened(wait_started) as supervisor:
+            yield supervisor
+    finally:
+        siblings.remove(runner)
+        hub.changed()

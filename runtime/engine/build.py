@@ -1,0 +1,98 @@
+"""From a configuration and a model's files to an engine that runs: the one place that knows all its parts."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from runtime.config import Config
+from runtime.engine.batch import Runner, SlotTable
+from runtime.engine.core import EngineCore
+from runtime.engine.scheduler import EngineConfig
+from runtime.models.config import ModelConfig
+from runtime.service import ModelInfo
+from runtime.sources import ModelFiles
+
+Phase = Callable[[str, int | None, int | None], None]
+
+
+class Defaults(NamedTuple):
+    """What the configuration leaves to the device."""
+
+    running_requests: int
+    step_tokens: int
+    mixed_tokens: int
+
+
+DEFAULTS = {"cpu": Defaults(32, 1024, 128), "cuda": Defaults(256, 16384, 2048)}
+
+
+def build(config: Config, files: ModelFiles, phase: Phase) -> tuple[EngineCore, ModelInfo]:
+    """The engine of one replica on one device, ready for its first step. ``phase`` is told (name, done, total) bytes.
+
+    Raises ModelError: one sentence that says what to change.
+    """
+    import torch
+
+    model = ModelConfig.from_folder(files.folder).with_context(config.model.context_tokens)
+    device = config.engine.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine, defaults = config.engine, DEFAULTS[device]
+    running = engine.max_running_requests or defaults.running_requests
+    slots = SlotTable(running, model.context_tokens, engine.page_tokens)
+    runner = _runner(device, config, files, model, slots, phase)
+    limits = EngineConfig(
+        step_tokens=engine.step_tokens or defaults.step_tokens,
+        mixed_tokens=engine.mixed_tokens or defaults.mixed_tokens,
+        max_running_requests=running,
+        max_queued_requests=engine.max_queued_requests,
+        policy=engine.policy,
+        prefix_cache=engine.prefix_cache,
+        eviction=engine.eviction,
+    )
+    core = EngineCore(runner, slots, limits, model.eos_token_ids)
+    phase("first step", None, None)
+    core.warm_up()
+    info = ModelInfo(
+        name=config.model.name,
+        context_tokens=model.context_tokens,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        created=int(time.time()),
+        max_prompt_tokens=min(model.context_tokens, runner.num_pages * runner.page_tokens),
+        dtype=str(getattr(runner, "dtype", "")).removeprefix("torch."),
+        quantization=config.model.quantization,
+        device=device,
+        kv_tokens=runner.num_pages * runner.page_tokens,
+        memory_bytes=runner.memory(),
+    )
+    return core, info
+
+
+def _runner(
+    device: str, config: Config, files: ModelFiles, model: ModelConfig, slots: SlotTable, phase: Phase
+) -> Runner:
+    more: dict[str, Any] = {}
+    if device == "cuda":
+        from runtime.engine.cuda import CudaRunner
+
+        make: Any = CudaRunner
+    else:
+        from runtime.engine.cpu import CpuRunner
+
+        make = CpuRunner
+
+        more["threads"] = config.engine.threads
+    runner: Runner = make(
+        files.folder,
+        model,
+        slots,
+        dtype=config.model.dtype,
+        quantization=config.model.quantization,
+        kv_tokens=config.engine.kv_tokens,
+        mem_fraction=config.engine.mem_fraction,
+        dummy_weights=config.model.dummy_weights,
+        progress=phase,
+        **more,
+    )
+    return runner
