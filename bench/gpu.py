@@ -242,7 +242,8 @@ core.warm_up(WARM_UP["cuda"])
 ready = time.time()
 print(f"{sys.argv[4]}: torch {imported - begun:.1f} s, our modules {modules - imported:.1f}, weights at "
       f"{marks.get('weights True', 0) - begun:.1f}, KV at {marks.get('kv False', 0) - begun:.1f}, runner "
-      f"{made - begun:.1f}, graphs {captured - made:.1f}, first requests {ready - captured:.1f}, ready after {ready - begun:.1f} s", flush=True)
+      f"{made - begun:.1f}, graphs {captured - made:.1f}, first requests "
+      f"{ready - captured:.1f}, ready after {ready - begun:.1f} s", flush=True)
 """
 
 

@@ -84,9 +84,7 @@ def check() -> None:
         [(engine, name) for name in TINY] + [(compile_shape, n) for n in SHAPES] + [(kernel, name) for name in KERNELS]
     )
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(
-        14, mp_context=context, initializer=_prepare
-    ) as pool:
+    with concurrent.futures.ProcessPoolExecutor(14, mp_context=context, initializer=_prepare) as pool:
         for future in [pool.submit(job, name) for job, name in jobs]:
             try:
                 good, lines = future.result(timeout=240)
@@ -474,7 +472,8 @@ def compare(
         good = worst <= bound and share >= max(least, other - 0.02)
         lines.append(
             f"{'ok  ' if good else 'FAIL'} {name:6s} greedy {how:16s} top-1 agreement {share:.4f} of {total} (torch in "
-            f"bfloat16 {other:.4f}), largest gap {worst / scale:.4f}, bound {bound / scale:.4f} deviations of the logits"
+            f"bfloat16 {other:.4f}), largest gap {worst / scale:.4f}, bound {bound / scale:.4f} standard "
+            "deviations of the logits"
         )
         all_good = all_good and good
     runner.close()

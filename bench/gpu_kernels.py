@@ -142,9 +142,7 @@ def few_rows_us(weights: list[torch.Tensor], fused: dict[str, bool], rows: int, 
     x, out = normal(rows, width), normal(rows, outputs)
 
     def launch(w: torch.Tensor) -> None:
-        gemv.gemv(
-            x, w, out, tile, gated=bool(fused.get("gated")), residual=out if fused.get("add") else None, pdl=True
-        )
+        gemv.gemv(x, w, out, tile, gated=bool(fused.get("gated")), residual=out if fused.get("add") else None, pdl=True)
 
     return time_us([lambda w=w: launch(w) for w in weights])
 
