@@ -1,7 +1,10 @@
 """What happens on the connection: its life, its framing, its end."""
 
 import json
+import os
 import socket
+import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +41,25 @@ def test_idle_connections_close_after_json_and_after_a_stream(start: Start) -> N
             sock.send(request("/v1/completions", body))
             assert sock.answer().whole
             assert sock.eof()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_leaves_an_idle_connection_leaves_no_file_open(start: Start, reset: bool) -> None:
+    server = start()
+    with server.connect() as sock:
+        sock.send(request("/health"))
+        assert sock.answer().status == 200
+    before = len(os.listdir("/proc/self/fd"))
+    for body in [None, STREAM] * 10:
+        with server.connect() as sock:
+            sock.send(request("/v1/completions" if body else "/health", body))
+            assert sock.answer().status == 200
+            if reset:
+                sock.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    deadline = time.monotonic() + 10
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_connection_is_used_again(start: Start) -> None:
