@@ -138,11 +138,13 @@ class ProcessMain:
     # -- what is below ---
     def _snapshot(self) -> Snapshot:
         actor = self._actor
+        waiting, dropped = actor.mailbox_counts()
         return Snapshot(
             path=actor.path,
             kind="process",
             state=actor.state,
-            mailbox=actor.mailbox_depth(),
+            mailbox=waiting,
+            dropped=dropped,
             progress=Progress(),
             children=nested_snapshots(self._hub, actor.path),
         )

@@ -71,8 +71,8 @@ class ProcessActor:
     def stderr_tail(self) -> tuple[str, ...]:
         return tuple(self._tail)
 
-    def mailbox_depth(self) -> int:
-        return next((s.mailbox for s in self.tree if s.path == self.path), 0)
+    def mailbox_counts(self) -> tuple[int, int]:
+        return next(((top.mailbox, top.dropped) for top in self.tree), (0, 0))
 
     def take_tree(self, snapshot: Snapshot) -> None:
         self.tree = (snapshot,)

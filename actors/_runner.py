@@ -162,8 +162,8 @@ class Runner:
             self.state = State.STOPPING
             self._carry_out(self.core.stop(anyio.current_time(), deadline, by))
 
-    def mailbox_depth(self) -> int:
-        return 0
+    def mailbox_counts(self) -> tuple[int, int]:
+        return 0, 0
 
     async def _run_timers(self) -> None:
         while True:

@@ -43,6 +43,7 @@ class ThreadContext:
         self._out_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notices: deque[Notice] = deque()
         self._casts = 0  # of the notices, how many are casts
+        self._dropped = 0
         self._parked: deque[tuple[wire.Cast | wire.Call, Any]] = deque()
         self._handlers: dict[str, Callable[[Any], Any]] = {}
         self._early: list[wire.Call] = []
@@ -269,12 +270,14 @@ class ThreadContext:
             oldest = next(at for at, notice in enumerate(self._notices) if isinstance(notice, Cast))
             del self._notices[oldest]
             self._casts -= 1
+            self._dropped += 1
             self._take(frame, payload)
         elif self._launch.overflow == "wait":
             self._parked.append((frame, payload))
         elif isinstance(frame, wire.Call):
             self._post(wire.Reply(frame.id, None, wire.CallError("full", self.path)))
         else:
+            self._dropped += 1
             self._post(wire.Taken(self.path, 1, True))
 
     def _take(self, frame: wire.Cast | wire.Call, payload: Any) -> None:
@@ -295,7 +298,7 @@ class ThreadContext:
                 self._offer(call, wire.load(call.payload))
             return
         if call.method == "$snapshot":
-            state = Snapshot(path=self.path, kind="process", state="", mailbox=self._casts)
+            state = Snapshot(path=self.path, kind="process", state="", mailbox=self._casts, dropped=self._dropped)
             self._post(wire.Reply(call.id, wire.dump(state)))
             return
         if call.method == "$stacks":

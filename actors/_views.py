@@ -50,6 +50,7 @@ def _child_snapshot(runner: Runner, slot: Slot) -> Snapshot:
     if inc is None or child.status == "down":
         return Snapshot(path=slot.path, kind=kind, generation=slot.generation, **common)
     now = anyio.current_time()
+    waiting, dropped = inc.mailbox_counts()
     if isinstance(inc, ProcessActor):
         children = tuple(aged(s, now - inc.tree_at) for top in inc.tree for s in top.children)
     else:
@@ -62,7 +63,8 @@ def _child_snapshot(runner: Runner, slot: Slot) -> Snapshot:
         generation=inc.generation,
         pid=inc.pid,
         uptime_s=None if inc.started_at is None else now - inc.started_at,
-        mailbox=inc.mailbox_depth(),
+        mailbox=waiting,
+        dropped=dropped,
         children=children,
         **common,
     )

@@ -33,27 +33,36 @@ class Answer:
     failure: str = ""
 
 
-async def ask(url: SplitResult, path: str, body: dict[str, object]) -> Answer:
-    """One streamed request on a connection of its own."""
+async def ask(url: SplitResult, path: str, body: dict[str, object], answer: Answer | None = None) -> Answer:
+    """One streamed request on a connection of its own. ``answer`` grows as chunks come. Cancelling hangs up."""
     data = json.dumps(body).encode()
-    answer = Answer(time.perf_counter())
+    answer = Answer(0.0) if answer is None else answer
+    answer.sent = time.perf_counter()
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    writer.write(
-        f"POST {path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode()
-        + data
-    )
-    status = await reader.readline()
-    if b" 200 " not in status:
-        answer.failure = (status + await reader.read(500)).decode(errors="replace")
-    ended = False
+    try:
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode()
+            + data
+        )
+        status = await reader.readline()
+        if b" 200 " not in status:
+            answer.failure = (status + await reader.read(500)).decode(errors="replace")
+        if not await _read_events(reader, answer) and not answer.failure:
+            answer.failure = "the stream ended without [DONE]"
+    finally:
+        writer.close()
+    return answer
+
+
+async def _read_events(reader: asyncio.StreamReader, answer: Answer) -> bool:
+    """Whether the stream came to its proper end."""
     while line := await reader.readline():
         if not line.startswith(b"data:"):
             continue
         now = time.perf_counter()
         if b"[DONE]" in line:
-            ended = True
-            break
+            return True
         if b'"error"' in line[:40]:
             answer.failure = line.decode(errors="replace")
         elif b'"usage":{' in line.replace(b'": {', b'":{'):
@@ -62,10 +71,7 @@ async def ask(url: SplitResult, path: str, body: dict[str, object]) -> Answer:
                 answer.chunks.append(now)
         else:
             answer.chunks.append(now)
-    writer.close()
-    if not ended and not answer.failure:
-        answer.failure = "the stream ended without [DONE]"
-    return answer
+    return False
 
 
 @dataclass

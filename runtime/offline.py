@@ -53,7 +53,7 @@ class Engine:
             config = load_config(None, [*([] if model is None else [f"model.source={model}"]), *settings])
         files = find(config.model)
         self.config = config
-        self.core, self.info = build(config, files, lambda phase, done, total: None)
+        self.core, self.info = build(config, files, lambda phase, done, total: None, streams=False)
         self.tokenizer = open_tokenizer(files, config)
         self._texts = Detokenization(self.tokenizer)
         self._next = 0

@@ -42,7 +42,7 @@ class Bench:
                 show(name, done, total)
 
             self.model = ModelConfig.from_folder(files.folder).with_context(config.model.context_tokens)
-            self.core, self.info = build(config, files, phase)
+            self.core, self.info = build(config, files, phase, streams=False)
             phase("", None, None)
         self.threads = config.engine.threads or usable_cores()
         self._ids = 0

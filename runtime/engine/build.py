@@ -22,6 +22,12 @@ class Defaults(NamedTuple):
     running_requests: int
     step_tokens: int
     mixed_tokens: int
+    weight_tokens: int
+    context_unit: int
+
+
+# The CPU's costs: bench/fairness.py shows what streams feel of a long prompt.
+DEFAULTS = {"cpu": Defaults(32, 1024, 256, 12, 1024), "cuda": Defaults(256, 16384, 2048, 0, 0)}
 
 
 def _params(tokens: int, temperature: float, **more: Any) -> SamplingParams:
@@ -41,11 +47,11 @@ WARM_UP = {
         WarmUp(1, 8192, _params(2, 0.0)),
     ),
 }
-DEFAULTS = {"cpu": Defaults(32, 1024, 128), "cuda": Defaults(256, 16384, 2048)}
 
 
-def build(config: Config, files: ModelFiles, phase: Phase) -> tuple[EngineCore, ModelInfo]:
+def build(config: Config, files: ModelFiles, phase: Phase, *, streams: bool = True) -> tuple[EngineCore, ModelInfo]:
     """The engine of one replica on one device, ready for its first step. ``phase`` is told (name, done, total) bytes.
+    ``streams``: somebody waits for each next token, so that prompts must not hold up those who generate.
 
     Raises ModelError: one sentence that says what to change.
     """
@@ -59,9 +65,14 @@ def build(config: Config, files: ModelFiles, phase: Phase) -> tuple[EngineCore, 
     running = engine.max_running_requests or defaults.running_requests
     slots = SlotTable(running, model.context_tokens, engine.page_tokens)
     runner = _runner(device, config, files, model, slots, phase)
+    step_tokens = engine.step_tokens or defaults.step_tokens
+    # Nobody waits for the next token: prompts may take whole steps. A number of the user's own counts as it stands.
+    fair = streams and not engine.mixed_tokens
     limits = EngineConfig(
-        step_tokens=engine.step_tokens or defaults.step_tokens,
-        mixed_tokens=engine.mixed_tokens or defaults.mixed_tokens,
+        step_tokens=step_tokens,
+        mixed_tokens=engine.mixed_tokens or (defaults.mixed_tokens if fair else step_tokens),
+        weight_tokens=defaults.weight_tokens if fair else 0,
+        context_unit=defaults.context_unit if fair else 0,
         max_running_requests=running,
         max_queued_requests=engine.max_queued_requests,
         policy=engine.policy,

@@ -2,7 +2,9 @@
 
 Rows that decode come first, one token each. What is left of the budget goes to rows that still have a gap in their
 prompt (or in what they had generated before they were retracted), then to requests that wait. While streams run, a
-step takes ``mixed_tokens`` of prompt at most, so a long prompt stretches their gaps and never freezes them.
+step takes ``mixed_tokens`` of prompt at most, so a long prompt stretches their gaps and never freezes them. Where it is
+known what a step costs (``weight_tokens``, ``context_unit``), the budget follows: it grows with the rows that decode,
+and tokens weigh more the further into their prompt they stand.
 
 Memory is promised optimistically: a running request is expected to take a part (``caution``) of what it may still
 take. When the pool runs dry all the same, the newest request of the lowest priority is retracted: it goes back into
@@ -28,6 +30,8 @@ HORIZON_TOKENS = 4096
 # Caution: the part of what they may still generate that running requests are expected to. A retraction says that it
 # was too small; a step without one, that it could be smaller.
 CAUTION_START, CAUTION_LEAST, CAUTION_DECAY = 0.5, 0.1, 0.998
+# Prompts in a step that also decodes may cost so many times what it costs without them.
+PATIENCE = 2
 # A prompt with this many times less to compute than the first in line may overtake it, in half of the budget.
 SHORT_RATIO = 4
 
@@ -38,6 +42,11 @@ _NONE: I32 = np.zeros(0, np.int32)
 class EngineConfig:
     step_tokens: int = 2048  # computed in one step, at most; also bounds how many requests run
     mixed_tokens: int = 512  # of these, prompt tokens in a step that also decodes
+    # What a step costs, in prompt tokens; then one that decodes takes no more than PATIENCE times as much on top.
+    weight_tokens: int = (
+        0  # reading the weights costs as much as computing so many tokens; 0 = mixed_tokens alone counts
+    )
+    context_unit: int = 0  # a token with so much text before it costs as much as two; 0 = all cost the same
     max_running_requests: int = 0  # 0 = as many as there are slots
     max_queued_requests: int = 1024
     policy: Policy = "fcfs"
@@ -74,6 +83,7 @@ class Scheduler:
         self._decoding: I32 = _NONE  # slots of the rows that decode; edited when one joins or leaves
         self._joining: list[int] = []
         self._leaving = False
+        self._context_unit = 0  # of the step that is being planned
         self.most_running = min(config.max_running_requests or table.slots, table.slots, config.step_tokens)
         self._page_tokens = table.page_tokens
 
@@ -156,9 +166,13 @@ class Scheduler:
 
     def _grant_prefills(self, decodes: int, admit: bool) -> dict[Request, int]:
         """Deal what the decodes leave of the budget; pages are taken along."""
-        room = self.config.step_tokens - decodes
+        config = self.config
+        room = config.step_tokens - decodes
+        self._context_unit = config.context_unit if decodes else 0
         if decodes:
-            room = min(room, self.config.mixed_tokens)
+            room = min(room, config.mixed_tokens)
+        if decodes and config.weight_tokens:
+            room = min(room, PATIENCE * (config.weight_tokens + decodes))
         grants: dict[Request, int] = {}
         queue = sorted(self._prefilling, key=lambda request: -request.priority)
         waiting = self.line.first if admit else None
@@ -184,20 +198,24 @@ class Scheduler:
     def _gap(self, request: Request) -> int:
         return int(self.rows.length[request.slot] - self.rows.cached[request.slot])
 
-    def _grant(self, grants: dict[Request, int], request: Request, tokens: int) -> int:
-        """Give a row up to ``tokens`` more, as far as its gap goes and pages are there. Returns how many."""
+    def _grant(self, grants: dict[Request, int], request: Request, room: int) -> int:
+        """Give a row more tokens, as far as ``room`` and its gap go and pages are there. Returns the room they take."""
         rows, memory, slot = self.rows, self.memory, request.slot
         given = grants.get(request, 0)
         start, capacity = int(rows.cached[slot]) + given, int(rows.capacity[slot])
         most = capacity + memory.available_pages * self._page_tokens
-        tokens = min(tokens, int(rows.length[slot]) - start, most - start)
+        unit = self._context_unit
+        affordable = room * unit // (unit + start) if unit else room
+        if room > 0 and not grants:
+            affordable = max(affordable, 1)  # a long context never stands still
+        tokens = min(affordable, int(rows.length[slot]) - start, most - start)
         if tokens <= 0:
             return 0
         pages = -(-(start + tokens - capacity) // self._page_tokens)
         if pages > 0:
             memory.add_pages(slot, pages)
         grants[request] = given + tokens
-        return tokens
+        return min(room, -(-tokens * (unit + start) // unit)) if unit else tokens
 
     def _admit(self, grants: dict[Request, int], room: int, above: int | None = None) -> int:
         """Let waiting requests in (of a priority ``above``) while budget, slots and memory allow.

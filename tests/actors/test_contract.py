@@ -253,6 +253,8 @@ async def test_overflow_policies(kind: str) -> None:
             await fail.cast(3)
         for number in range(5):
             await drop.cast(number)
+        found = (await sup.refresh()).find("drop")
+        assert found is not None and (found.mailbox, found.dropped) == (2, 3)
         assert [await drop.call("take"), await drop.call("take")] == [3, 4]
         for number in range(4):
             await wait.cast(number)

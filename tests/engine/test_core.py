@@ -358,13 +358,14 @@ OPS = st.lists(
     tokens=st.integers(64, 260),
     step_tokens=st.sampled_from([3, 16, 256]),
     mixed_tokens=st.sampled_from([1, 8, 256]),
+    context_unit=st.sampled_from([0, 1, 20]),
     slots=st.integers(1, 6),
     prefix_cache=st.booleans(),
     policy=st.sampled_from(["fcfs", "lpm"]),
     eviction=st.sampled_from(["lru", "lfu"]),
 )
 def test_any_interleaving(
-    ops, depth, page_tokens, tokens, step_tokens, mixed_tokens, slots, prefix_cache, policy, eviction
+    ops, depth, page_tokens, tokens, step_tokens, mixed_tokens, context_unit, slots, prefix_cache, policy, eviction
 ) -> None:
     bench = Bench(
         pages=-(-tokens // page_tokens),
@@ -374,6 +375,8 @@ def test_any_interleaving(
         depth=depth,
         step_tokens=step_tokens,
         mixed_tokens=mixed_tokens,
+        context_unit=context_unit,
+        weight_tokens=context_unit // 2,
         prefix_cache=prefix_cache,
         policy=policy,
         eviction=eviction,

@@ -47,6 +47,40 @@ def test_a_long_prompt_never_freezes_running_streams(depth: int) -> None:
         bench.assert_right(id)
 
 
+@depths
+def test_pieces_of_a_prompt_shrink_as_its_context_grows(depth: int) -> None:
+    """Where attention is dear: a piece's cost, with what its tokens look at, stays what it was."""
+    bench = Bench(depth=depth, context=4096, pages=2000, step_tokens=512, mixed_tokens=60, context_unit=500)
+    bench.submit(0, prompt(10, 0), max_tokens=1000, ignore_eos=True)
+    for _ in range(4):
+        bench.step()
+    batches = spy(bench)
+    bench.submit(9, prompt(3000, 9), max_tokens=5, ignore_eos=True)
+    while (9, 0) not in bench.client.tokens:
+        bench.step()
+    pieces = [(int(batch.cached[1]), int(batch.extend[1])) for batch in batches if len(batch.slots) == 2]
+    pieces = pieces[: -2 if pieces[-1][1] == 1 else -1]  # the last piece is what was left
+    assert pieces[0] == (0, 60) and pieces[-1][1] <= 9
+    assert all(60 - (1 + at / 500) < tokens * (1 + at / 500) <= 60 for at, tokens in pieces)
+    bench.drain()
+    bench.assert_right(0)
+    bench.assert_right(9)
+
+
+@pytest.mark.parametrize(("streams", "tokens"), [(1, 26), (4, 32), (7, 38), (20, 40)])
+def test_more_streams_have_patience_for_more(streams: int, tokens: int) -> None:
+    """Twice what the step costs without the prompt, and never more than mixed_tokens."""
+    bench = Bench(context=4096, pages=4000, slots=24, step_tokens=512, mixed_tokens=40, weight_tokens=12)
+    for id in range(streams):
+        bench.submit(id, prompt(10, id), max_tokens=300, ignore_eos=True)
+    for _ in range(30):
+        bench.step()
+    batches = spy(bench)
+    bench.submit(99, prompt(200, 99), max_tokens=5, ignore_eos=True)
+    bench.step()
+    assert int(batches[-1].extend[-1]) == tokens and batches[-1].decodes == streams
+
+
 def test_a_prompt_alone_takes_the_whole_budget() -> None:
     bench = Bench(context=4096, pages=2000, step_tokens=512, mixed_tokens=32)
     batches = spy(bench)
