@@ -164,11 +164,27 @@ def measure(name: str, config: ModelConfig, sizes: Sizes, options: argparse.Name
                 clients.load(options.clients, bodies(sizes, options.clients, 99, 8, config.vocab_size))
                 best = 0.0
                 for streams, requests in plans(sizes):
+                    before = cpu_seconds(server)
                     load = clients.load(streams, bodies(sizes, requests, requests, sizes.output, config.vocab_size))
                     print(f"{name} {streams:4d} streams, {requests:4d} requests: {load.line()}", flush=True)
+                    shares = {who: (now - before[who]) / load.wall_s for who, now in cpu_seconds(server).items()}
+                    print(
+                        "     of a core:", ", ".join(f"{who} {share:.0%}" for who, share in shares.items()), flush=True
+                    )
                     best = load.tokens / load.wall_s
                 kill(name, server, clients, sizes, config)
         offline(name, folder, settings, sizes, config, best)
+
+
+def cpu_seconds(server: Server) -> dict[str, float]:
+    """Processor time that the server's processes have used, by the path of an actor in each."""
+    pids = {actor["pid"]: path for path, actor in server.actors().items() if actor.get("pid")}
+    pids.setdefault(server.process.pid, "root")
+    found = {}
+    for pid, path in pids.items():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        found[path] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def settings_of(options: argparse.Namespace) -> tuple[str, ...]:
