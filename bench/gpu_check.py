@@ -495,7 +495,8 @@ def runner_weights(runner: CudaRunner) -> dict[str, torch.Tensor]:
     if not runner.config.tied_head:
         out["head"] = forward.head
     for i, layer in enumerate(forward.layers):
-        for name in layer.__slots__:
+        # In the loader's order: a layer is complete with its last product.
+        for name in sorted(layer.__slots__, key=lambda name: name.startswith("down")):
             tensor = getattr(layer, name)
             if tensor is not None:
                 out[f"layers.{i}.{name}"] = tensor
