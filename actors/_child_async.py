@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 
+from . import _wire as wire
 from ._child_common import leave, prepare, read_launch, set_title
 from ._events import Event
 from ._exit import ExitReason, Lost, Progress
@@ -17,29 +18,10 @@ from ._incarnation import Incarnation
 from ._launcher import Launcher, LocalLauncher
 from ._link import Link
 from ._peer import Peer
-from ._runner import Environment, nested_snapshots, refresh
+from ._runner import Environment
 from ._snapshot import Snapshot
 from ._task import TaskActor
-from ._wire import (
-    AnyFrame,
-    Beat,
-    Bye,
-    Frame,
-    FrameReader,
-    Generation,
-    Launch,
-    Parcel,
-    Phase,
-    ProtocolError,
-    Reported,
-    Started,
-    Stop,
-    Tree,
-    dump,
-    encode_snapshots,
-    portable,
-    portable_event,
-)
+from ._views import nested_snapshots, refresh
 
 BEAT_EVERY_S = 0.05
 TREE_EVERY_S = 0.05
@@ -65,7 +47,7 @@ class ProcessMain:
     def __init__(
         self,
         sock: socket.socket,
-        launch: Launch,
+        launch: wire.Launch,
         target: Callable[..., Any],
         args: tuple[Any, ...],
         launcher: Launcher,
@@ -76,7 +58,7 @@ class ProcessMain:
         self._peer = Peer(self._hub, "", self._link, self._on_control)
         self._hub.uplink = self._peer
         self._hub.generations.update(launch.generations)
-        self._hub.on_generation = lambda path, number: self._send(Generation(path, number))
+        self._hub.on_generation = lambda path, number: self._send(wire.Generation(path, number))
         self._hub.on_change = self._on_change
         self._hub.system["$snapshot"] = self._answer_snapshot
         self._changed = anyio.Event()
@@ -89,13 +71,13 @@ class ProcessMain:
             args,
             hub=self._hub,
             observer=self,
-            environment=Environment(launcher, lambda event: self._send(Reported(portable_event(event)))),
+            environment=Environment(launcher, lambda event: self._send(wire.Reported(wire.portable_event(event)))),
             drain=launch.drain,
             mailbox=launch.mailbox,
             overflow=launch.overflow,  # type: ignore[arg-type]
         )
 
-    async def run(self, reader: FrameReader, early: list[AnyFrame]) -> ExitReason:
+    async def run(self, reader: wire.FrameReader, early: list[wire.AnyFrame]) -> ExitReason:
         """The life of the actor; its bye is out when this returns."""
         self._link.continue_with(reader)
         async with anyio.create_task_group() as tasks:
@@ -105,50 +87,50 @@ class ProcessMain:
             tasks.start_soon(self._push_tree)
             reason = await self._actor.run()
             tasks.cancel_scope.cancel()
-        self._link.send(Bye(portable(reason)))
+        self._link.send(wire.Bye(wire.portable(reason)))
         with anyio.move_on_after(FLUSH_TIMEOUT_S):
             await self._link.flush()
         return reason
 
-    async def _read(self, early: list[AnyFrame]) -> None:
+    async def _read(self, early: list[wire.AnyFrame]) -> None:
         try:
             for frame in early:
                 self._peer.on_frame(frame)
             await self._link.read(self._peer.on_frame)
-        except ProtocolError as exc:
+        except wire.ProtocolError as exc:
             self._actor.stop(anyio.current_time() + self._launch.grace_s, f"a broken control channel ({exc})")
         else:
             self._actor.stop(anyio.current_time() + self._launch.grace_s, "the death of its parent")
         self._peer.close(0, Lost("its parent is gone"))
 
-    def _on_control(self, frame: AnyFrame) -> None:
+    def _on_control(self, frame: wire.AnyFrame) -> None:
         match frame:
-            case Stop(by, budget_s, _):
+            case wire.Stop(by, budget_s, _):
                 self._actor.stop(math.inf if budget_s is None else anyio.current_time() + budget_s, by)
             case _:
-                raise ProtocolError(f"unexpected {type(frame).__name__}")
+                raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
 
-    def _send(self, frame: Frame) -> None:
+    def _send(self, frame: wire.Frame) -> None:
         self._link.send(frame)
 
     # -- observer of the actor ---
     def progressed(self, actor: Incarnation) -> None:
-        self._send(Phase(actor.progress))
+        self._send(wire.Phase(actor.progress))
 
     def has_started(self, actor: Incarnation) -> None:
-        self._send(Started(dump(actor.value)))
+        self._send(wire.Started(wire.dump(actor.value)))
 
     def beat(self, actor: Incarnation) -> None:
         now = anyio.current_time()
         if actor.phase != self._beat_phase or now - self._beat_at >= BEAT_EVERY_S:
             self._beat_at, self._beat_phase = now, actor.phase
-            self._send(Beat(actor.phase))
+            self._send(wire.Beat(actor.phase))
 
     def failed_start(self, actor: Incarnation, reason: ExitReason) -> None:
         pass  # the parent keeps the time
 
     def reported(self, event: Event) -> None:
-        self._send(Reported(event))
+        self._send(wire.Reported(event))
 
     def stuck(self, actor: Incarnation, text: str) -> None:
         pass  # the parent kills
@@ -156,18 +138,20 @@ class ProcessMain:
     # -- what is below ---
     def _snapshot(self) -> Snapshot:
         actor = self._actor
+        waiting, dropped = actor.mailbox_counts()
         return Snapshot(
             path=actor.path,
             kind="process",
             state=actor.state,
-            mailbox=actor.mailbox_depth(),
+            mailbox=waiting,
+            dropped=dropped,
             progress=Progress(),
             children=nested_snapshots(self._hub, actor.path),
         )
 
     async def _answer_snapshot(self, call: PendingCall) -> None:
         await refresh(self._hub)
-        call.finish(Parcel(self._snapshot()))
+        call.finish(wire.Parcel(self._snapshot()))
 
     def _on_change(self) -> None:
         self._changed.set()
@@ -177,5 +161,5 @@ class ProcessMain:
             await self._changed.wait()
             self._changed = anyio.Event()
             if self._hub.supervisors:
-                self._send(Tree(encode_snapshots((self._snapshot(),))))
+                self._send(wire.Tree(wire.encode_snapshots((self._snapshot(),))))
             await anyio.sleep(TREE_EVERY_S)

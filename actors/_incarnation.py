@@ -45,7 +45,8 @@ class Incarnation(Protocol):
     def stop(self, deadline: float, by: str) -> None:
         """Ask it to end by `deadline` (anyio.current_time clock, may be inf); asked again, the earlier one holds."""
 
-    def mailbox_depth(self) -> int: ...
+    def mailbox_counts(self) -> tuple[int, int]:
+        """Casts that wait, and casts that were dropped."""
 
 
 class Observer(Protocol):

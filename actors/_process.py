@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 
+from . import _wire as wire
 from ._exit import Exited, ExitReason, Lost, Progress, Raised, Returned, Signalled, StartTimeout, Stopped, Unresponsive
 from ._hub import Hub
 from ._incarnation import Observer, State
@@ -18,23 +19,6 @@ from ._peer import Peer
 from ._remote import capture
 from ._snapshot import Snapshot
 from ._spec import ChildSpec
-from ._wire import (
-    AnyFrame,
-    Beat,
-    Boot,
-    Bye,
-    Generation,
-    Launch,
-    Phase,
-    ProtocolError,
-    Reported,
-    Started,
-    Stop,
-    Tree,
-    decode_snapshot,
-    dump,
-    load,
-)
 
 FAILED_START_GRACE_S = 0.3  # for a process whose start has failed to be gone
 EXIT_GRACE_S = 5.0  # for a process whose target has ended to be gone
@@ -87,8 +71,8 @@ class ProcessActor:
     def stderr_tail(self) -> tuple[str, ...]:
         return tuple(self._tail)
 
-    def mailbox_depth(self) -> int:
-        return next((s.mailbox for s in self.tree if s.path == self.path), 0)
+    def mailbox_counts(self) -> tuple[int, int]:
+        return next(((top.mailbox, top.dropped) for top in self.tree), (0, 0))
 
     def take_tree(self, snapshot: Snapshot) -> None:
         self.tree = (snapshot,)
@@ -149,14 +133,14 @@ class ProcessActor:
             tasks.cancel_scope.cancel()
         return status
 
-    def _launch_frame(self, grace_s: float) -> Launch:
+    def _launch_frame(self, grace_s: float) -> wire.Launch:
         spec = self._spec
         assert isinstance(spec.target, str)
-        return Launch(
+        return wire.Launch(
             self.path,
             self.generation,
             spec.target,
-            [dump(arg) for arg in spec.args],
+            [wire.dump(arg) for arg in spec.args],
             spec.backend,
             spec.mailbox,
             spec.overflow,
@@ -203,7 +187,7 @@ class ProcessActor:
     async def _read(self) -> None:
         try:
             await self._link.read(self._on_frame)
-        except ProtocolError as exc:
+        except wire.ProtocolError as exc:
             self._lost = f"it broke the protocol: {exc}"
             self._kill_by(0.0)
             return
@@ -211,18 +195,18 @@ class ProcessActor:
             self._lost = "it closed its control channel and stayed alive"
             self._kill_by(LOST_GRACE_S)
 
-    def _on_frame(self, frame: AnyFrame) -> None:
+    def _on_frame(self, frame: wire.AnyFrame) -> None:
         peer = self._hub.endpoints.get(self.path)
         assert isinstance(peer, Peer)
         peer.on_frame(frame)
 
-    def _on_control(self, frame: AnyFrame) -> None:
+    def _on_control(self, frame: wire.AnyFrame) -> None:
         match frame:
-            case Boot():
+            case wire.Boot():
                 if self.state is State.SPAWNING:
                     self.state = State.BOOTED
                 self._observer.progressed(self)
-            case Phase(progress):
+            case wire.Phase(progress):
                 if progress.phase != "import" and self.state is State.BOOTED:
                     self.state = State.STARTING
                     self._reached_target = True
@@ -230,33 +214,33 @@ class ProcessActor:
                 self.phase = progress.phase
                 self._extend_start()
                 self._observer.progressed(self)
-            case Started(value):
+            case wire.Started(value):
                 self._on_started(value)
-            case Beat(phase):
+            case wire.Beat(phase):
                 self._beat_at = anyio.current_time()
                 if phase != self.phase:  # another limit holds, maybe an earlier one
                     self.phase = phase
                     self._clock_wake.set()
                 self._observer.beat(self)
-            case Bye(reason):
+            case wire.Bye(reason):
                 self._bye = reason
                 self._bye_first = self._stopped_by is None
                 if self.started_at is None and self._bye_first:
                     self._observer.failed_start(self, reason)
                 self._kill_by(FAILED_START_GRACE_S if self.started_at is None else EXIT_GRACE_S)
-            case Tree(snapshot):
-                self.tree = decode_snapshot(snapshot)
+            case wire.Tree(snapshot):
+                self.tree = wire.decode_snapshot(snapshot)
                 self.tree_at = anyio.current_time()
                 self._hub.changed()
-            case Reported(event):
+            case wire.Reported(event):
                 self._observer.reported(event)
-            case Generation(path, number):
+            case wire.Generation(path, number):
                 self._hub.note_generation(path, number)
             case _:
-                raise ProtocolError(f"unexpected {type(frame).__name__}")
+                raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
 
     def _on_started(self, value: bytes) -> None:
-        self.value = load(value)
+        self.value = wire.load(value)
         self.started_at = self._beat_at = anyio.current_time()
         self.phase = ""
         if self.state in (State.SPAWNING, State.BOOTED, State.STARTING):
@@ -379,7 +363,7 @@ class ProcessActor:
         budget = max(deadline - now, 0.0)
         # A little less for the child: what is below it must be gone before it is killed itself.
         budget_s = None if math.isinf(budget) else budget - min(0.5, budget / 10)
-        self._link.send(Stop(by, budget_s, drains))
+        self._link.send(wire.Stop(by, budget_s, drains))
         self._kill_at = min(self._kill_at, deadline)
         if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
             self._kill_by(FAILED_START_GRACE_S)

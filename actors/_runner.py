@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
 from . import _core
 from ._core import Core
-from ._errors import ActorClosed, ActorError, ActorStartError, RestartLimitExceeded
+from ._errors import ActorClosed, ActorStartError, RestartLimitExceeded
 from ._events import Event, OnEvent
 from ._exit import ExitReason, Progress, Raised, Returned, Stopped, is_abnormal
 from ._hub import Hub, News
@@ -22,13 +20,10 @@ from ._incarnation import Incarnation, Observer, State
 from ._launcher import Launcher
 from ._process import ProcessActor
 from ._remote import capture
-from ._snapshot import Snapshot, aged
 from ._spec import Spec, SupervisorSpec
 from ._target import import_later
 from ._task import TaskActor
 from ._wire import Parcel
-
-REFRESH_TIMEOUT_S = 0.5
 
 
 class Environment(Struct, frozen=True):
@@ -37,10 +32,17 @@ class Environment(Struct, frozen=True):
     launcher: Launcher
     on_event: OnEvent | None = None
     draw: Callable[[], float] = random.random  # for the backoff's jitter
-    on_interrupt: Callable[[KeyboardInterrupt], None] | None = None
+    on_interrupt: Callable[[BaseException], None] | None = None
 
-    def interrupt(self, exc: KeyboardInterrupt) -> None:
-        """Ctrl-C was raised inside an actor: the owner of the tree is to get it, after an orderly stop."""
+    def tell(self, event: Event) -> None:
+        if self.on_event is not None:
+            try:
+                self.on_event(event)
+            except Exception as exc:
+                self.interrupt(exc)
+
+    def interrupt(self, exc: BaseException) -> None:
+        """Ctrl-C inside an actor, or a broken `on_event`: for the tree's owner, after an orderly stop."""
         if self.on_interrupt is None:
             raise exc
         self.on_interrupt(exc)
@@ -160,8 +162,8 @@ class Runner:
             self.state = State.STOPPING
             self._carry_out(self.core.stop(anyio.current_time(), deadline, by))
 
-    def mailbox_depth(self) -> int:
-        return 0
+    def mailbox_counts(self) -> tuple[int, int]:
+        return 0, 0
 
     async def _run_timers(self) -> None:
         while True:
@@ -301,6 +303,10 @@ class Runner:
         )
 
     # -- the children's words ---
+    def in_order(self) -> list[Slot]:
+        """All children, in their order."""
+        return [self._slot(name) for name in self.core.children]
+
     def _slot_of(self, actor: Incarnation) -> Slot:
         return self.slots[actor.path.rpartition("/")[2]]
 
@@ -324,8 +330,7 @@ class Runner:
         self._report("failed_start", actor.path, self._slot_of(actor), reason=reason)
 
     def reported(self, event: Event) -> None:
-        if self.environment.on_event is not None:
-            self.environment.on_event(event)
+        self.environment.tell(event)
 
     def stuck(self, actor: Incarnation, text: str) -> None:
         self._report("stuck", actor.path, self._slot_of(actor), text=text)
@@ -338,80 +343,7 @@ class Runner:
                 facts.setdefault("pid", inc.pid)
                 if kind == "exited" and inc.started_at is not None:
                     facts["uptime_s"] = anyio.current_time() - inc.started_at
-            self.environment.on_event(Event(kind, path, **facts))
-
-    # -- what is shown ---
-    def snapshot(self) -> Snapshot:
-        return Snapshot(
-            path=self.path,
-            kind="supervisor",
-            state=self.state,
-            generation=self.generation,
-            uptime_s=None if self.started_at is None else anyio.current_time() - self.started_at,
-            children=tuple(self._child_snapshot(slot) for slot in self._in_order()),
-        )
-
-    def _in_order(self) -> list[Slot]:
-        return [self._slot(name) for name in self.core.children]
-
-    def _child_snapshot(self, slot: Slot) -> Snapshot:
-        child = self.core.children[slot.spec.name]
-        inc = slot.incarnation
-        state = State.NEW if inc is None else inc.state
-        if inc is not None and child.status == "down":
-            state = State.BACKOFF if child.want and self.core.ending is None else State.ENDED
-        common: dict[str, Any] = {
-            "state": state,
-            "restarts": child.restarts,
-            "last_exit": None if child.last_exit is None else str(child.last_exit),
-        }
-        if isinstance(slot.spec, SupervisorSpec):
-            if isinstance(inc, Runner):
-                return msgspec.structs.replace(inc.snapshot(), **common)
-            return Snapshot(path=slot.path, kind="supervisor", **common)
-        kind = slot.spec.where
-        if inc is None or child.status == "down":
-            return Snapshot(path=slot.path, kind=kind, generation=slot.generation, **common)
-        now = anyio.current_time()
-        if isinstance(inc, ProcessActor):
-            children = tuple(aged(s, now - inc.tree_at) for top in inc.tree for s in top.children)
-        else:
-            children = nested_snapshots(self.hub, slot.path)
-        return Snapshot(
-            path=slot.path,
-            kind=kind,
-            phase=inc.phase,
-            progress=inc.progress,
-            generation=inc.generation,
-            pid=inc.pid,
-            uptime_s=None if inc.started_at is None else now - inc.started_at,
-            mailbox=inc.mailbox_depth(),
-            children=children,
-            **common,
-        )
-
-
-async def refresh(hub: Hub) -> None:
-    """Ask every process right below this one for its state now; who doesn't answer is shown as last heard."""
-
-    async def ask(actor: ProcessActor) -> None:
-        with contextlib.suppress(ActorError):
-            actor.take_tree(await hub.call(actor.path, "$snapshot", None, REFRESH_TIMEOUT_S))
-
-    async with anyio.create_task_group() as tasks:
-        for runner in hub.runners.values():
-            for slot in runner.slots.values():
-                if isinstance(slot.incarnation, ProcessActor) and slot.up:
-                    tasks.start_soon(ask, slot.incarnation)
-
-
-def nested_snapshots(hub: Hub, path: str) -> tuple[Snapshot, ...]:
-    """What the actor at `path`, in this process, supervises itself."""
-    found: list[Snapshot] = []
-    for runner in hub.supervisors.get(path, ()):
-        snapshot = runner.snapshot()
-        found += snapshot.children if runner.path == path else (snapshot,)
-    return tuple(found)
+            self.environment.tell(Event(kind, path, **facts))
 
 
 def start_error(incarnation: Incarnation, reason: ExitReason) -> Exception:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """One actor or supervisor and what is below it. Times in seconds, `mailbox` in messages."""
+    """One actor or supervisor and what is below it. Times in seconds; `mailbox` and `dropped` count casts."""
 
     path: str
     kind: str
@@ -25,6 +25,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     uptime_s: float | None = None
     restarts: int = 0
     mailbox: int = 0
+    dropped: int = 0
     last_exit: str | None = None
     children: tuple[Snapshot, ...] = ()
 
@@ -72,6 +73,8 @@ def _format(snapshot: Snapshot, lead: str, below: str, lines: list[str]) -> None
         words.append(f"{snapshot.restarts} restarts")
     if snapshot.mailbox:
         words.append(f"{snapshot.mailbox} in its mailbox")
+    if snapshot.dropped:
+        words.append(f"{snapshot.dropped} dropped")
     if snapshot.last_exit is not None:
         words.append(f"last: {snapshot.last_exit.splitlines()[0][:120]}")
     lines.append(lead + "  ".join(words))

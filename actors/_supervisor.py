@@ -17,9 +17,10 @@ from ._exit import ExitReason, Returned, Stopped
 from ._hub import Hub, PendingCall
 from ._launcher import Launcher, LocalLauncher
 from ._ref import Ref
-from ._runner import Environment, Runner, Slot, refresh
+from ._runner import Environment, Runner, Slot
 from ._snapshot import Snapshot
 from ._spec import AutoShutdown, Spec, Strategy, SupervisorSpec
+from ._views import refresh, supervisor_snapshot
 from ._wire import Parcel
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Supervisor:
         self._body = anyio.CancelScope()
         self._waiters = 0
         self._delivered = False
-        self._interrupt: KeyboardInterrupt | None = None
+        self._interrupt: BaseException | None = None
 
     @property
     def path(self) -> str:
@@ -120,7 +121,7 @@ class Supervisor:
     # -- looking ---
     def snapshot(self) -> Snapshot:
         """The state of all below, now; of what is inside process actors, as they last told it."""
-        return self._runner.snapshot()
+        return supervisor_snapshot(self._runner)
 
     async def refresh(self) -> Snapshot:
         """The same, after having asked every process for its state now."""
@@ -132,11 +133,16 @@ class Supervisor:
         return Watch(self._hub, path)
 
     # -- the runner's host ---
-    def interrupt(self, exc: KeyboardInterrupt) -> None:
+    def interrupt(self, exc: BaseException) -> None:
         """Stop all, end the block, and raise `exc` from it."""
-        self._interrupt = exc
-        self.request_stop(_FOREVER, "the keyboard")
-        self._body.cancel("Ctrl-C")
+        if self._interrupt is None:
+            self._interrupt = exc
+            assert self._hub.tasks is not None
+            self._hub.tasks.start_soon(self._end_interrupted)  # not here, in the midst of an event
+
+    async def _end_interrupted(self) -> None:
+        self.request_stop(_FOREVER, type(self._interrupt).__name__)
+        self._body.cancel(type(self._interrupt).__name__)
 
     async def _host(self) -> None:
         await self._runner.run()
@@ -202,7 +208,7 @@ def open_supervisor(
         name, children, strategy=strategy, intensity=intensity, period=period, auto_shutdown=auto_shutdown
     )
 
-    def interrupt(exc: KeyboardInterrupt) -> None:
+    def interrupt(exc: BaseException) -> None:
         supervisor.interrupt(exc)
 
     environment = Environment(launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
@@ -212,7 +218,7 @@ def open_supervisor(
 
     async def answer(call: PendingCall) -> None:
         await refresh(hub)
-        call.finish(Parcel(runner.snapshot()))
+        call.finish(Parcel(supervisor_snapshot(runner)))
 
     hub.system["$snapshot"] = answer
     return supervisor._opened(wait_started)

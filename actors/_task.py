@@ -210,8 +210,8 @@ class TaskActor:
         """When the stop of this actor must be over; inf while nobody stops it."""
         return self._deadline
 
-    def mailbox_depth(self) -> int:
-        return len(self.mailbox)
+    def mailbox_counts(self) -> tuple[int, int]:
+        return len(self.mailbox), self.mailbox.dropped + self.hub.lost_casts.get(self.path, 0)
 
     def stacks(self) -> str:
         """Where the tasks of this actor are."""

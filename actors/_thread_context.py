@@ -13,37 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from . import _wire as wire
 from ._errors import ActorError
 from ._exit import ExitReason, Lost, Progress, RemoteErrorData
 from ._notices import Cast, Down, Drain, Notice, Stop, Up
 from ._remote import capture
 from ._snapshot import Snapshot
 from ._stacks import thread_stacks
-from ._wire import (
-    WINDOW,
-    AnyFrame,
-    Beat,
-    Bye,
-    Call,
-    CallError,
-    Cancel,
-    Frame,
-    FrameReader,
-    Launch,
-    Phase,
-    ProtocolError,
-    Reply,
-    Started,
-    Taken,
-    Told,
-    Watch,
-    dump,
-    encode_frame,
-    load,
-    portable,
-)
-from ._wire import Cast as CastFrame
-from ._wire import Stop as StopFrame
 
 BEAT_EVERY_S = 0.05
 FLUSH_TIMEOUT_S = 1.0
@@ -53,7 +29,7 @@ CANCEL_SHARE_S = 1.0  # of a stop's budget, what is kept for the Stop notice aft
 class ThreadContext:
     """All methods may be called from any thread, and none of them waits."""
 
-    def __init__(self, sock: socket.socket, launch: Launch) -> None:
+    def __init__(self, sock: socket.socket, launch: wire.Launch) -> None:
         self.path = launch.path
         self.name = launch.path.rpartition("/")[2]
         self.generation = launch.generation
@@ -67,9 +43,10 @@ class ThreadContext:
         self._out_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notices: deque[Notice] = deque()
         self._casts = 0  # of the notices, how many are casts
-        self._parked: deque[tuple[CastFrame | Call, Any]] = deque()
+        self._dropped = 0
+        self._parked: deque[tuple[wire.Cast | wire.Call, Any]] = deque()
         self._handlers: dict[str, Callable[[Any], Any]] = {}
-        self._early: list[Call] = []
+        self._early: list[wire.Call] = []
         self._unacked: dict[str, int] = {}
         self._is_started = False
         self._stop_at: float | None = None  # when the drain ends
@@ -83,16 +60,16 @@ class ThreadContext:
     # -- for the actor ---
     def progress(self, phase: str, done: int | None = None, total: int | None = None, text: str = "") -> None:
         """Say how far the start is; extends the start deadline."""
-        self._post(Phase(Progress(phase, done, total, text)))
+        self._post(wire.Phase(Progress(phase, done, total, text)))
 
     def started(self, value: Any = None) -> None:
         """Say, once, that this actor is ready; `value` becomes `ref.value`."""
         if self._is_started:
             raise ActorError(f"actor {self.path!r} has called started() before")
-        data = dump(value)
+        data = wire.dump(value)
         with self._lock:
             self._is_started = True
-            self._post(Started(data))
+            self._post(wire.Started(data))
             early, self._early = self._early, []
         for call in early:
             self._answer(call)
@@ -102,7 +79,7 @@ class ThreadContext:
         now = time.monotonic()
         if phase != self._beat_phase or now - self._beat_at >= BEAT_EVERY_S:
             self._beat_at, self._beat_phase = now, phase
-            self._post(Beat(phase))
+            self._post(wire.Beat(phase))
 
     def stopping(self) -> float | None:
         """None, or by when (time.monotonic clock, maybe inf) this actor must have returned, or be killed."""
@@ -125,16 +102,16 @@ class ThreadContext:
 
     def watch(self, path: str) -> None:
         """From now on, `notices()` has the ups and downs of the actor at an absolute path; first what is known."""
-        self._post(Watch(path))
+        self._post(wire.Watch(path))
 
     def cast_nowait(self, path: str, payload: Any) -> bool:
         """Put a message into the mailbox of an actor anywhere in the tree; False if too many are on their way."""
-        data = dump(payload)
+        data = wire.dump(payload)
         with self._lock:
-            if self._unacked.get(path, 0) >= WINDOW or self._closing:
+            if self._unacked.get(path, 0) >= wire.WINDOW or self._closing:
                 return False
             self._unacked[path] = self._unacked.get(path, 0) + 1
-            self._post(CastFrame(path, 0, data))
+            self._post(wire.Cast(path, 0, data))
         return True
 
     def on(self, method: str, handler: Callable[[Any], Any]) -> None:
@@ -146,7 +123,7 @@ class ThreadContext:
             self._answer(call)
 
     # -- for the bootstrap ---
-    def start_control(self, reader: FrameReader, early: list[AnyFrame]) -> None:
+    def start_control(self, reader: wire.FrameReader, early: list[wire.AnyFrame]) -> None:
         self._reader = reader
         for frame in early:
             self._on_frame(frame)
@@ -155,7 +132,7 @@ class ThreadContext:
 
     def finish(self, reason: ExitReason) -> None:
         """Say bye; returns when it is out, or can't be."""
-        self._post(Bye(portable(reason)))
+        self._post(wire.Bye(wire.portable(reason)))
         self._closing = True
         os.eventfd_write(self._out_wake, 1)
         self._thread.join(FLUSH_TIMEOUT_S)
@@ -169,8 +146,8 @@ class ThreadContext:
         return self._stopped_by
 
     # -- control thread ---
-    def _post(self, frame: Frame) -> None:
-        self._out.append(encode_frame(frame))
+    def _post(self, frame: wire.Frame) -> None:
+        self._out.append(wire.encode_frame(frame))
         os.eventfd_write(self._out_wake, 1)
 
     def _notify(self, notice: Notice) -> None:
@@ -236,36 +213,36 @@ class ThreadContext:
                 self._on_frame(frame)
         except BlockingIOError:
             return True
-        except (OSError, ProtocolError):
+        except (OSError, wire.ProtocolError):
             return False
         return True
 
-    def _on_frame(self, frame: AnyFrame) -> None:
+    def _on_frame(self, frame: wire.AnyFrame) -> None:
         match frame:
-            case CastFrame(_, generation, payload):
+            case wire.Cast(_, generation, payload):
                 if generation and generation != self.generation:
-                    self._post(Taken(self.path, 1))
+                    self._post(wire.Taken(self.path, 1, True))
                 else:
                     with self._lock:
-                        self._offer(frame, load(payload))
-            case Call():
+                        self._offer(frame, wire.load(payload))
+            case wire.Call():
                 self._answer(frame)
-            case Cancel():
+            case wire.Cancel():
                 pass  # handlers are quick
-            case Taken(path, count):
+            case wire.Taken(path, count):
                 with self._lock:
                     left = self._unacked.get(path, 0) - count
                     if left > 0:
                         self._unacked[path] = left
                     else:
                         self._unacked.pop(path, None)
-            case Told(path, generation, value, reason):
-                news = Up(path, load(value), generation) if reason is None else Down(path, generation, reason)
+            case wire.Told(path, generation, value, reason):
+                news = Up(path, wire.load(value), generation) if reason is None else Down(path, generation, reason)
                 self._notify(news)
-            case StopFrame(by, budget_s, drain):
+            case wire.Stop(by, budget_s, drain):
                 self._on_stop(by, math.inf if budget_s is None else budget_s, drain)
             case _:
-                raise ProtocolError(f"unexpected {type(frame).__name__}")
+                raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
 
     def _on_stop(self, by: str, budget_s: float, drain: bool) -> None:
         now = time.monotonic()
@@ -286,44 +263,46 @@ class ThreadContext:
         self._notify(Stop(self._deadline))
 
     # -- casts and calls ---
-    def _offer(self, frame: CastFrame | Call, payload: Any) -> None:
+    def _offer(self, frame: wire.Cast | wire.Call, payload: Any) -> None:
         if self._casts < self._launch.mailbox:
             self._take(frame, payload)
         elif self._launch.overflow == "drop-oldest":
             oldest = next(at for at, notice in enumerate(self._notices) if isinstance(notice, Cast))
             del self._notices[oldest]
             self._casts -= 1
+            self._dropped += 1
             self._take(frame, payload)
         elif self._launch.overflow == "wait":
             self._parked.append((frame, payload))
-        elif isinstance(frame, Call):
-            self._post(Reply(frame.id, None, CallError("full", self.path)))
+        elif isinstance(frame, wire.Call):
+            self._post(wire.Reply(frame.id, None, wire.CallError("full", self.path)))
         else:
-            self._post(Taken(self.path, 1))
+            self._dropped += 1
+            self._post(wire.Taken(self.path, 1, True))
 
-    def _take(self, frame: CastFrame | Call, payload: Any) -> None:
+    def _take(self, frame: wire.Cast | wire.Call, payload: Any) -> None:
         self._casts += 1
         self._notify(Cast(payload))
-        if isinstance(frame, Call):
-            self._post(Reply(frame.id, dump(self._launch.overflow)))
+        if isinstance(frame, wire.Call):
+            self._post(wire.Reply(frame.id, wire.dump(self._launch.overflow)))
         else:
-            self._post(Taken(self.path, 1))
+            self._post(wire.Taken(self.path, 1))
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: wire.Call) -> None:
         if call.generation and call.generation != self.generation:
             gone = Lost(f"generation {self.generation} is in its place")
-            self._post(Reply(call.id, None, CallError("died", self.path, call.generation, gone)))
+            self._post(wire.Reply(call.id, None, wire.CallError("died", self.path, call.generation, gone)))
             return
         if call.method == "$cast":
             with self._lock:
-                self._offer(call, load(call.payload))
+                self._offer(call, wire.load(call.payload))
             return
         if call.method == "$snapshot":
-            state = Snapshot(path=self.path, kind="process", state="", mailbox=self._casts)
-            self._post(Reply(call.id, dump(state)))
+            state = Snapshot(path=self.path, kind="process", state="", mailbox=self._casts, dropped=self._dropped)
+            self._post(wire.Reply(call.id, wire.dump(state)))
             return
         if call.method == "$stacks":
-            self._post(Reply(call.id, dump(thread_stacks())))
+            self._post(wire.Reply(call.id, wire.dump(thread_stacks())))
             return
         with self._lock:
             handler = self._handlers.get(call.method)
@@ -333,9 +312,9 @@ class ThreadContext:
         if handler is None:
             text = f"actor {self.path!r} has no method {call.method!r}"
             error = RemoteErrorData("actors.NoSuchMethod", text)
-            self._post(Reply(call.id, None, CallError("raised", self.path, error=error)))
+            self._post(wire.Reply(call.id, None, wire.CallError("raised", self.path, error=error)))
             return
         try:
-            self._post(Reply(call.id, dump(handler(load(call.payload)))))
+            self._post(wire.Reply(call.id, wire.dump(handler(wire.load(call.payload)))))
         except Exception as exc:
-            self._post(Reply(call.id, None, CallError("raised", self.path, error=capture(exc))))
+            self._post(wire.Reply(call.id, None, wire.CallError("raised", self.path, error=capture(exc))))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # here, this file would be taken for the package
 
 import actors
-from actors import Backoff, CallInfo, ChildSpec, Context, Down, ThreadContext
+from actors import Backoff, CallInfo, ChildSpec, Context, Down
 
 NOW = Backoff(min=0, max=0)
 
@@ -45,12 +45,7 @@ async def server(ctx: Context) -> None:
         seen += 1
 
 
-def bare(ctx: ThreadContext) -> None:
-    """The least that a process actor can be."""
-    ctx.started()
-    while ctx.stopping() is None:
-        select.select([ctx.wakeup_fd], [], [])
-        ctx.notices()
+BARE = "bench.actors_bare:bare"
 
 
 def show(what: str, values: list[float], unit: str, bar: str = "") -> None:
@@ -63,14 +58,20 @@ def show_one(what: str, value: float, unit: str, bar: str = "") -> None:
     print(f"{what:<58} {value:10.2f} {unit:<24}{bar}", flush=True)
 
 
-def process(name: str, target: Callable[..., Any], **options: Any) -> ChildSpec:
+def process(name: str, target: Callable[..., Any] | str, **options: Any) -> ChildSpec:
     return ChildSpec(name, target, where="process", **{"backoff": NOW, "depends_on": (), **options})
 
 
 async def spawn(rounds: int) -> None:
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import msgspec"], check=True)  # noqa: ASYNC221
+        times.append((time.perf_counter() - begin) * 1e3)
+    show("for comparison: python -c 'import msgspec'", times, "ms")
     async with actors.open_supervisor() as sup:
         for what, target, backend, bar in (
-            ("spawn to started, main-thread", bare, "main-thread", "bar: 80 ms"),
+            ("spawn to started, main-thread", BARE, "main-thread", "bar: 80 ms"),
             ("spawn to started, asyncio", server, "asyncio", ""),
             ("spawn to started, trio", server, "trio", ""),
         ):
@@ -85,7 +86,7 @@ async def spawn(rounds: int) -> None:
 
 async def death(rounds: int) -> None:
     times = []
-    async with actors.open_supervisor([process("p", bare, backend="main-thread")], intensity=10**6) as sup:
+    async with actors.open_supervisor([process("p", BARE, backend="main-thread")], intensity=10**6) as sup:
         watch = sup.watch("p")
         await anext(watch)
         for _ in range(rounds):
@@ -139,7 +140,7 @@ async def casts(rounds: int) -> None:
 
 async def trees(size: int) -> None:
     begin = time.perf_counter()
-    specs = [process(f"p{number}", bare, backend="main-thread") for number in range(size)]
+    specs = [process(f"p{number}", BARE, backend="main-thread") for number in range(size)]
     async with actors.open_supervisor(specs) as sup:
         show_one(f"start of {size} process actors in parallel", time.perf_counter() - begin, "s")
         pids = [child.pid for child in sup.snapshot().children]

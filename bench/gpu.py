@@ -1,9 +1,8 @@
 """The engine on one GPU: workloads through the scheduler with random weights, kernels, profiles, start-up.
 
-python bench/gpu.py check              kernels and engine against float32 references
+python bench/gpu.py check              kernels and engine against float32 references; with real FOLDER: the engine
+                                       with the weights in FOLDER alone
 python bench/gpu.py kernels            GB/s and TFLOP/s of every kernel on the shapes of both models
-python bench/gpu.py tune               variants of the attention kernels and the few-row product; what follows with
-                                       the same --out FOLDER runs with the best
 python bench/gpu.py sizes              cuBLAS over all batch sizes
 python bench/gpu.py engine [0.6b|8b]   the workloads, with the share of the limit
 python bench/gpu.py profile [0.6b|8b]  kernels of one decoding step at batch 1 and 256, and of a prefill step
@@ -29,6 +28,7 @@ import torch
 from gpu_shapes import BYTES_PER_S, SHAPES, Workload, workloads
 
 from runtime.engine.batch import SlotTable
+from runtime.engine.build import WARM_UP
 from runtime.engine.core import EngineCore
 from runtime.engine.cuda import CudaRunner
 from runtime.engine.scheduler import EngineConfig
@@ -80,6 +80,18 @@ def figure(core: EngineCore, work: Workload) -> tuple[float, float]:
     return len(work.prompts) * (work.outputs[0] - 1) / (seconds - first), seconds
 
 
+def warm_up(core: EngineCore) -> None:
+    """What compiles or loads at first use is there afterwards: what a server does before it is ready, then batches of
+    ragged prompts that are more than a step, so that many rows decode beside prompts, by both ways to sample."""
+    begun = time.perf_counter()
+    core.warm_up(WARM_UP["cuda"])
+    first = time.perf_counter() - begun
+    for temperature in (0.6, 0.0):
+        prompts = [[1] * (100 + i * 37 % 924) for i in range(64)]
+        run(core, prompts, [3 + i * 7 % 40 for i in range(64)], temperature)
+    print(f"warmed up in {first:.1f} s as a server, then {time.perf_counter() - begun - first:.1f} s more", flush=True)
+
+
 def engine(models: list[str]) -> None:
     rows = []
     for model in models:
@@ -92,8 +104,7 @@ def engine(models: list[str]) -> None:
         runner.capture_all()
         torch.cuda.synchronize()
         print(f"all graphs captured in {time.perf_counter() - begun:.1f} s", flush=True)
-        # A short ragged run first: what compiles or loads at first use is there afterwards.
-        run(core, [[1] * n for n in (5, 100, 700, 33)] * 4, [3, 30, 20, 7] * 4, 0.6)
+        warm_up(core)
         gc.collect()
         gc.freeze()
         for work in (w for w in workloads() if w.model == model):
@@ -214,6 +225,7 @@ imported = time.time()
 from gpu_shapes import SHAPES
 from runtime.engine.batch import SlotTable
 from runtime.engine.cuda import CudaRunner
+from runtime.engine.build import WARM_UP
 from runtime.engine.core import EngineCore
 from runtime.engine.scheduler import EngineConfig
 modules = time.time()
@@ -224,11 +236,14 @@ runner = CudaRunner(folder, SHAPES[sys.argv[4]], slots, dummy_weights=folder is 
                     progress=lambda phase, done, total: marks.setdefault(f"{phase} {done >= total}", time.time()))
 made = time.time()
 core = EngineCore(runner, slots, EngineConfig(step_tokens=16384, mixed_tokens=16384), clock=None)
-core.warm_up()
+runner.capture_all()
+captured = time.time()
+core.warm_up(WARM_UP["cuda"])
 ready = time.time()
 print(f"{sys.argv[4]}: torch {imported - begun:.1f} s, our modules {modules - imported:.1f}, weights at "
       f"{marks.get('weights True', 0) - begun:.1f}, KV at {marks.get('kv False', 0) - begun:.1f}, runner "
-      f"{made - begun:.1f}, first request {ready - made:.1f}, ready after {ready - begun:.1f} s", flush=True)
+      f"{made - begun:.1f}, graphs {captured - made:.1f}, first requests "
+      f"{ready - captured:.1f}, ready after {ready - begun:.1f} s", flush=True)
 """
 
 
@@ -265,13 +280,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     models = [word for word in given.what if word in SHAPES] or list(SHAPES)
+    real = ""
+    if "real" in given.what:
+        at = given.what.index("real")
+        if at + 1 == len(given.what):
+            parser.error("real needs a folder with a model's files")
+        real = given.what[at + 1]
+        del given.what[at : at + 2]
     import gpu_check
     import gpu_kernels
 
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+
     parts: dict[str, Callable[[], Any]] = {
-        "check": gpu_check.check,
+        "check": lambda: gpu_check.check_real(real) if real else gpu_check.check(),
         "kernels": gpu_kernels.kernels,
-        "tune": gpu_kernels.tune,
         "sizes": gpu_kernels.sizes,
         "engine": lambda: engine(models),
         "profile": lambda: profile(models),
@@ -281,11 +305,6 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; limits at {BYTES_PER_S / 1e12} TB/s", flush=True)
-    choice = given.out / "choice.json" if given.out is not None else None
-    if choice is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-    if choice is not None and choice.exists() and "tune" not in given.what:
-        gpu_kernels.take(json.loads(choice.read_text()))
     for word in given.what:
         if word not in parts:
             continue
@@ -296,14 +315,13 @@ def main() -> None:
             import traceback
 
             traceback.print_exc()
-        if word == "tune" and choice is not None and RESULTS[word]:
-            choice.write_text(json.dumps(RESULTS[word]))
-            print({key: value for key, value in RESULTS[word].items() if key != "few"}, flush=True)
         print(f"-- {word}: {time.perf_counter() - begun:.0f} s", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     if given.out is not None:
-        (given.out / f"{'-'.join(given.what)}.json").write_text(json.dumps(RESULTS, indent=1, default=str))
+        file = given.out / "gpu.json"
+        before = json.loads(file.read_text()) if file.exists() else []
+        file.write_text(json.dumps([*before, {key: value for key, value in RESULTS.items() if value}], default=str))
 
 
 if __name__ == "__main__":

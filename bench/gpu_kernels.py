@@ -1,11 +1,9 @@
-"""GB/s and TFLOP/s of the kernels on the shapes of both models, and variants of those worth tuning.
+"""GB/s and TFLOP/s of the kernels on the shapes of both models.
 
 Every figure is the median over replays of a graph of many launches that rotate through more memory than the L2 holds.
 """
 
-import concurrent.futures
 import functools
-import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 from gpu_shapes import BYTES_PER_S, FLOPS, SHAPES
 
-from runtime.engine import forward
 from runtime.engine.kernels import activation, decode_attention, extend_attention, gemv, norm, rotary, sample
 
 BF16 = torch.bfloat16
@@ -76,14 +73,12 @@ class Decoding:
         self.q, self.out = normal(self.rows, (q_heads + 2 * kv_heads) * 128), normal(self.rows, q_heads * 128)
         self.count = ints([self.rows])
 
-    def us(self, pdl: bool = True, **options: Any) -> float:
+    def us(self, pdl: bool = True) -> float:
         work = decode_attention.Pieces(self.rows, *self.heads, 128, torch.device("cuda"))
         decode_attention.cut(self.slots, self.positions, self.count, self.rows, work, PAGE)
 
         def launch(cache: torch.Tensor) -> None:
-            decode_attention.decode_attention(
-                self.q, cache[0], cache[1], self.pages, work, self.out, 0.09, pdl=pdl, **options
-            )
+            decode_attention.decode_attention(self.q, cache[0], cache[1], self.pages, work, self.out, 0.09, pdl=pdl)
 
         times = 64 // len(self.caches) if self.bytes < 30_000_000 else 2
         return time_us([lambda c=cache: launch(c) for cache in self.caches * times])
@@ -117,14 +112,13 @@ class Extending:
         self.lists = (np.full(rows, cached, np.int32), np.full(rows, extend, np.int32), q_heads // kv_heads)
         self.flops = rows * q_heads * 4 * 128 * (extend * cached + extend * (extend + 1) / 2)
 
-    def us(self, **options: Any) -> float:
+    def us(self) -> float:
         row, index = (ints(part) for part in extend_attention.tiles(*self.lists))
 
         def launch() -> None:
             extend_attention.extend_attention(
-                self.q, self.k, self.v, self.pages, self.slots, self.cached, self.starts, row, index, self.out, 0.09,
-                **options,
-            )  # fmt: skip
+                self.q, self.k, self.v, self.pages, self.slots, self.cached, self.starts, row, index, self.out, 0.09
+            )
 
         return time_us([launch] * 4)
 
@@ -142,16 +136,13 @@ def copies_of(lines: int, width: int) -> list[torch.Tensor]:
     return [normal(lines, width) for _ in range(max(2, min(48, -(-250_000_000 // (lines * width * 2)))))]
 
 
-def few_rows_us(weights: list[torch.Tensor], fused: dict[str, bool], rows: int, tile: gemv.Tile, **more: Any) -> float:
+def few_rows_us(weights: list[torch.Tensor], fused: dict[str, bool], rows: int, tile: gemv.Tile) -> float:
     lines, width = weights[0].shape
     outputs = lines // 2 if fused.get("gated") else lines
     x, out = normal(rows, width), normal(rows, outputs)
 
     def launch(w: torch.Tensor) -> None:
-        gemv.gemv(
-            x, w, out, tile, gated=bool(fused.get("gated")), residual=out if fused.get("add") else None, pdl=True,
-            **more,
-        )  # fmt: skip
+        gemv.gemv(x, w, out, tile, gated=bool(fused.get("gated")), residual=out if fused.get("add") else None, pdl=True)
 
     return time_us([lambda w=w: launch(w) for w in weights])
 
@@ -184,14 +175,14 @@ def kernels() -> None:
                   f"{batch2.flops / us * 1e6 / FLOPS:5.0%}")  # fmt: skip
             del batch2
         torch.cuda.empty_cache()
-        print(f"{model}: products, us (TB/s of weights): ours at 1, 2, 4, 8 rows | cuBLAS at 1, 2, 4, 8, 16, 64, 256")
+        print(f"{model}: products, us (TB/s of weights): ours at 1, 2, 4 rows | cuBLAS at 1, 2, 4, 8, 16, 64, 256")
         for name, outputs, width, fused in products(model):
             weights = copies_of(outputs * (2 if fused.get("gated") else 1), width)
-            tiles = [gemv.tile_for(m, outputs, width, bool(fused.get("gated"))) for m in (1, 2, 4, 8)]
-            ours = [few_rows_us(weights, fused, m, t or USUAL_TILE) for m, t in zip((1, 2, 4, 8), tiles, strict=True)]
+            tiles = [gemv.tile_for(m, outputs, width, bool(fused.get("gated"))) for m in (1, 2, 4)]
+            ours = [few_rows_us(weights, fused, m, t) for m, t in zip((1, 2, 4), tiles, strict=True)]
             theirs = [cublas_us(weights, rows, fused) for rows in (1, 2, 4, 8, 16, 64, 256)]
             text = [f"{us:6.1f} ({weights[0].nbytes / us / 1e6:4.2f})" for us in (*ours, *theirs)]
-            print(f"  {name:8s} {' '.join(text[:4])} | {' '.join(text[4:])}")
+            print(f"  {name:8s} {' '.join(text[:3])} | {' '.join(text[3:])}")
             del weights
         torch.cuda.empty_cache()
         rest(model)
@@ -251,183 +242,6 @@ def sample_launch(model: str, rows: int, heat: float) -> Callable[[], None]:
     return lambda: sample.sample(
         logits, slots, position, wants, count, temperature, slots, slots, tokens, out, scratch, pdl=True
     )
-
-
-# Variants. Each is compiled beforehand in worker processes, which share Triton's cache on disk.
-
-USUAL_TILE = gemv.Tile(32, 128, 1, 4)
-DECODE = [{"warps": w, "stages": s} for w, s in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 3))]
-EXTEND = [
-    {"m": m, "n": n, "warps": warps, "stages": stages, "split": split, "registers": registers}
-    for m, n, warps, stages, split, registers in (
-        (128, 64, 8, 3, True, None), (128, 64, 8, 3, True, 128), (128, 64, 8, 3, False, 128),
-        (128, 64, 8, 4, True, None),
-        (64, 64, 4, 3, True, None), (64, 64, 4, 3, True, 160), (64, 64, 4, 2, True, 160), (128, 128, 8, 3, True, None),
-        (128, 128, 8, 2, False, None),
-    )
-]  # fmt: skip
-TILES = [
-    gemv.Tile(*numbers)
-    for numbers in (
-        (16, 128, 1, 4), (32, 64, 1, 5), (32, 128, 1, 3), (32, 128, 1, 5), (32, 128, 2, 4), (64, 64, 2, 5),
-        (64, 128, 2, 4), (64, 64, 4, 5),
-    )
-]  # fmt: skip
-
-
-def with_tile(m: int, n: int) -> None:
-    extend_attention.BLOCK_M, extend_attention.BLOCK_N = m, n
-
-
-def compile_variant(kind: str, variant: Any) -> str:
-    """In a worker: run the variant once on something small."""
-    try:
-        if kind == "decode":
-            for q_heads in (16, 32):
-                Decoding(q_heads, 8, [40] * 2).us(**variant)
-        elif kind == "extend":
-            options = dict(variant)
-            with_tile(options.pop("m"), options.pop("n"))
-            for q_heads in (16, 32):
-                Extending(q_heads, 8, 1, 16, 64).us(**options)
-        else:
-            for fused in ({}, {"add": True}, {"gated": True}):
-                for rows in (1, 4):
-                    few_rows_us([normal(64, 8 * variant.block_k)] * 2, fused, rows, variant)
-    except Exception as error:
-        return f"{kind} {variant}: {type(error).__name__} {str(error)[:120]}"
-    return ""
-
-
-def tune() -> dict[str, Any]:
-    """Times variants and takes the best for what runs after it. Returns what it took."""
-    jobs = [("decode", v) for v in DECODE] + [("extend", v) for v in EXTEND] + [("few", t) for t in TILES]
-    with concurrent.futures.ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for trouble in pool.map(compile_variant, *zip(*jobs, strict=True)):
-            if trouble:
-                print(trouble)
-    took = {**tune_decode(), "extend": tune_extend(), "few": tune_few()}
-    take(took)
-    return took
-
-
-def tune_decode() -> dict[str, Any]:
-    batches = [(1, 256), (1, 4000), (8, 600), (32, 1000), (128, 600), (256, 300), (256, 640), (256, 1000)]
-    print("decode attention, us at", batches, "for 0.6b | 8b; then with other numbers of pieces")
-    prepared = [Decoding(c.q_heads, c.kv_heads, lengths(*shape)) for c in SHAPES.values() for shape in batches]
-
-    def line(name: str, **options: Any) -> list[float]:
-        times = []
-        for batch in prepared:
-            try:
-                times.append(batch.us(**options))
-            except Exception as error:
-                print(f"  {name}: {type(error).__name__}")
-                return [1e9] * len(prepared)
-        text = [f"{us:6.1f}" for us in times]
-        print(f"  {name:26s} {' '.join(text[: len(batches)])} | {' '.join(text[len(batches) :])}", flush=True)
-        return times
-
-    def cost(times: list[float], few: bool) -> float:
-        """Of the batches of up to 8 rows, or of the others, each relative to its bytes' time."""
-        return sum(
-            us / (batch.bytes / 4.2e6 + 3)
-            for us, batch in zip(times, prepared, strict=True)
-            if (batch.rows <= 8) == few
-        )
-
-    measured = [(v, line(str(v), **v)) for v in DECODE]
-    best = [min(measured, key=lambda item: cost(item[1], few))[0] for few in (False, True)]
-    took: dict[str, Any] = {"decode": best[0], "decode_few": best[1]}
-    usual = decode_attention.extra_pieces
-    rooms = []
-    for per, times in ((1, 0.25), (2, 0.5), (4, 1.0), (4, 2.0), (8, 1.0), (8, 3.0)):
-        decode_attention.extra_pieces = lambda rows, heads, sms, p=per, t=times: max(p * sms // heads, int(t * rows))
-        rooms.append(((per, times), line(f"pieces {per} a SM, {times} a row", **best[0])))
-    decode_attention.extra_pieces = usual
-    took["pieces"] = min(rooms, key=lambda item: cost(item[1], False))[0]
-    leasts = []
-    for least in (64, 128, 256):
-        before, decode_attention.LEAST_PIECE_TOKENS = decode_attention.LEAST_PIECE_TOKENS, least
-        leasts.append((least, line(f"least piece {least}", **best[1])))
-        decode_attention.LEAST_PIECE_TOKENS = before
-    took["least"] = min(leasts, key=lambda item: cost(item[1], True))[0]
-    return took
-
-
-def tune_extend() -> dict[str, Any]:
-    shapes = [(16, 0, 1024), (4, 0, 4096), (64, 0, 128), (8, 3000, 512)]
-    print("extend attention, TF/s at", shapes, "for 0.6b | 8b")
-    found = []
-    for v in EXTEND:
-        options = dict(v)
-        with_tile(options.pop("m"), options.pop("n"))
-        text, cost = [], 0.0
-        for c in SHAPES.values():
-            for shape in shapes:
-                try:
-                    e = Extending(c.q_heads, c.kv_heads, *shape)
-                    us = e.us(**options)
-                    cost += us / e.flops * (3 if shape[2] == 1024 else 1)
-                    text.append(f"{e.flops / us / 1e6:5.0f}")
-                except Exception as error:
-                    cost += 1e9
-                    text.append(type(error).__name__)
-            text.append("|")
-        found.append((cost, v))
-        print(f"  {' '.join(map(str, v.values())):28s} {' '.join(text)}", flush=True)
-    with_tile(128, 64)
-    torch.cuda.empty_cache()
-    return min(found, key=lambda item: item[0])[1]
-
-
-def tune_few() -> list[Any]:
-    """[rows, outputs, width, gated, tile or nothing where cuBLAS is faster] of every product."""
-    print(
-        "few-row product, us (0.6b, then 8b): cuBLAS, ours by tile", [tuple(t) for t in TILES], "and best unprefetched"
-    )
-    took: list[Any] = []
-    for model in SHAPES:
-        for name, outputs, width, fused in products(model):
-            gated = bool(fused.get("gated"))
-            weights = copies_of(outputs * (2 if gated else 1), width)
-            best: dict[int, gemv.Tile] = {}
-            for rows in (1, 4, 2, 8):
-                theirs = cublas_us(weights, rows, fused)
-                tried = TILES if rows in (1, 4) else [best[4]]
-                ours = []
-                for tile in tried:
-                    try:
-                        ours.append(few_rows_us(weights, fused, rows, tile))
-                    except Exception as error:
-                        print(f"  {tile}: {type(error).__name__} {str(error)[:80]}")
-                        ours.append(1e9)
-                best[rows] = tried[int(np.argmin(ours))]
-                plain = few_rows_us(weights, fused, rows, best[rows], prefetch=False)
-                # silu * mul comes on top of theirs.
-                wins = min(ours) < theirs + (1.5 if gated else 0)
-                took.append([rows, outputs, width, gated, list(best[rows]) if wins else None])
-                print(f"  {name:8s} {rows}: {theirs:6.1f} | {' '.join(f'{us:6.1f}' for us in ours)} | {plain:6.1f}  "
-                      f"{weights[0].nbytes / min(ours) / 1e6:.2f} TB/s", flush=True)  # fmt: skip
-            del weights
-            torch.cuda.empty_cache()
-    return took
-
-
-def take(took: dict[str, Any]) -> None:
-    """Let the kernels run as ``tune`` found best."""
-    many, few = took["decode"], took["decode_few"]
-    decode_attention.shape_for = lambda rows: tuple((few if rows <= 8 else many).values())
-    per, times = took["pieces"]
-    decode_attention.extra_pieces = lambda rows, heads, sms: max(int(per) * sms // heads, int(times * rows))
-    decode_attention.LEAST_PIECE_TOKENS = took["least"]
-    extend = dict(took["extend"])
-    with_tile(extend.pop("m"), extend.pop("n"))
-    extend_attention.SHAPE = tuple(extend.values())
-    tiles = {tuple(key): gemv.Tile(*tile) if tile else None for *key, tile in took["few"]}
-    usual = gemv.tile_for
-    found = lambda *key: tiles[key] if key in tiles else usual(*key)  # noqa: E731
-    gemv.tile_for = forward.tile_for = found
 
 
 def sizes() -> None:

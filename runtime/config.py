@@ -79,8 +79,8 @@ class SupervisionSection(Struct, frozen=True, forbid_unknown_fields=True):
     intensity: Annotated[int, _doc("restarts allowed within period_s", ge=0)] = 10
     period_s: Annotated[float, _doc("see intensity", gt=0)] = 60.0
     hang_timeout_s: Annotated[float, _doc("a step without a beat for this long is a hang; 0 = never", ge=0)] = 60.0
-    standby: Annotated[int, _doc("schedulers that are kept loaded as spares", ge=0)] = 0
-    debug_faults: Annotated[bool, _doc("offer the endpoints that provoke faults; for tests only")] = False
+    standby: Annotated[int, _doc("schedulers kept loaded as spares, each with its own weights", ge=0)] = 0
+    debug_faults: Annotated[bool, _doc("offer POST /debug/fault, which kills; for tests only")] = False
     placement: Annotated[Placement, _doc("where actors run")] = Placement()
 
     @property

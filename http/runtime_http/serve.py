@@ -14,6 +14,7 @@ from hypercorn.typing import ASGIFramework
 from quart_trio import QuartTrio
 
 from runtime.service import Service
+from runtime_http import gone
 from runtime_http.app import create_app, front_of
 from runtime_http.errors import ApiError
 from runtime_http.front import Front
@@ -41,6 +42,7 @@ async def serve(
     at once, new requests are refused with 503, running ones go on; when the budget is spent the rest get an error event
     or answer, and a moment later their connections are dropped. Cancelled, everything is dropped at once.
     """
+    gone.install()
     app = app or create_app(service, options)
     front = front_of(app)
     config = hyper_config(front.options)

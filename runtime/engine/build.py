@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from runtime.config import Config
 from runtime.engine.batch import Runner, SlotTable
-from runtime.engine.core import EngineCore
+from runtime.engine.core import EngineCore, WarmUp
 from runtime.engine.scheduler import EngineConfig
+from runtime.messages import SamplingParams
 from runtime.models.config import ModelConfig
 from runtime.service import ModelInfo
 from runtime.sources import ModelFiles
@@ -27,6 +28,25 @@ class Defaults(NamedTuple):
 
 # The CPU's costs: bench/fairness.py shows what streams feel of a long prompt.
 DEFAULTS = {"cpu": Defaults(32, 1024, 256, 12, 1024), "cuda": Defaults(256, 16384, 2048, 0, 0)}
+
+
+def _params(tokens: int, temperature: float, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True, **more)
+
+
+# What is compiled or loaded at its first use is met here: prompts alone and with few and with many decoding rows beside
+# them, products of several sizes, and every way to sample.
+WARM_UP = {
+    "cpu": (WarmUp(),),
+    "cuda": (
+        WarmUp(4, 16, _params(12, 0.0)),
+        WarmUp(12, 40, _params(12, 0.6)),
+        WarmUp(2, 300, _params(2, 0.0)),
+        WarmUp(1, 3000, _params(2, 0.6)),
+        WarmUp(2, 30, _params(3, 0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=2)),
+        WarmUp(1, 8192, _params(2, 0.0)),
+    ),
+}
 
 
 def build(config: Config, files: ModelFiles, phase: Phase, *, streams: bool = True) -> tuple[EngineCore, ModelInfo]:
@@ -61,7 +81,7 @@ def build(config: Config, files: ModelFiles, phase: Phase, *, streams: bool = Tr
     )
     core = EngineCore(runner, slots, limits, model.eos_token_ids)
     phase("first step", None, None)
-    core.warm_up()
+    core.warm_up(WARM_UP[device])
     info = ModelInfo(
         name=config.model.name,
         context_tokens=model.context_tokens,
@@ -104,4 +124,6 @@ def _runner(
         progress=phase,
         **more,
     )
+    if device == "cuda":
+        runner.capture_all(lambda done, total: phase("graphs", done, total))  # type: ignore[attr-defined]
     return runner

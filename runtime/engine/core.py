@@ -9,9 +9,9 @@ in flight, whose token is dropped and whose pages wait for it.
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,14 @@ from runtime.engine.request import Key, Request
 from runtime.engine.scheduler import Counts, EngineConfig, Scheduler
 from runtime.engine.stops import StopIds
 from runtime.messages import ErrorCode, FinishReason, SamplingParams, StepTokens, Submit, TokenLogprobs
+
+
+class WarmUp(NamedTuple):
+    """Requests that run before any client's: prompts of ``prompt_tokens``, one more, two more..."""
+
+    requests: int = 1
+    prompt_tokens: int = 16
+    params: SamplingParams = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
 
 @dataclass(slots=True)
@@ -123,10 +131,19 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._requests or self._flights or self._news)
 
-    def warm_up(self) -> None:
-        """Run a short request through the empty engine, so that the first client's does not find everything cold."""
-        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-        self.submit(Submit("", 0, 0, np.zeros(min(self.table.page_tokens, 16), np.int32).tobytes(), params))
+    def warm_up(self, waves: Sequence[WarmUp] = (WarmUp(),)) -> None:
+        """Run short requests through the empty engine, so that the first client's does not find everything cold.
+
+        Each wave is admitted while those before it decode: steps of prompts alone, of prompts and decodes, of decodes.
+        """
+        number = 0
+        for wave in waves:
+            for i in range(min(wave.requests, self.table.slots)):
+                tokens = max(min(wave.prompt_tokens + i, self.max_tokens - wave.params.max_tokens), 1)
+                self.submit(Submit("", number, 0, np.zeros(tokens, np.int32).tobytes(), wave.params))
+                number += 1
+            self.step()
+            self.step()
         while self.has_work():
             self.step()
         self.flush()

@@ -5,6 +5,7 @@ and an event. Sampled tokens stay in the device's copy of the slot table, where 
 with prompt tokens run the same kernels launch by launch. Everything is on one stream, in order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,10 +176,10 @@ class CudaRunner:
             self.graphs.ready(1, True)
             self.graphs.ready(self.table.most_rows, True)
 
-    def capture_all(self) -> None:
-        """Capture the plain graphs of all batch sizes now instead of when they are met."""
+    def capture_all(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture the plain graphs of all batch sizes now instead of when they are met. ``progress``: (done, total)."""
         with torch.inference_mode():
-            self.graphs.capture_all()
+            self.graphs.capture_all(progress)
 
     # A step
 

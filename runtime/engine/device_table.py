@@ -30,6 +30,11 @@ class Extension:
     tile_index: torch.Tensor
 
 
+def _aligned(words: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """With zeros at its end up to a multiple of 16 bytes."""
+    return np.concatenate([words, np.zeros(-len(words) % 4, np.int32)])
+
+
 class DeviceTable:
     """Device tensors by name; ``rows``, ``updates``, ``decodes`` [1]; ``slots``, ``positions`` (of the last computed
     token), ``wants``, ``cached``, ``ends`` (line of that token) [slots]; ``starts`` [slots + 1]: of the present step.
@@ -112,21 +117,23 @@ class DeviceTable:
         d = batch.decodes
         row, index = tiles(batch.cached[d:], batch.extend[d:], group, d)
         news, payload = self._news(batch.new_slots)
-        parts: list[npt.NDArray[np.int32]] = [row, index, news, *payload]
+        # Kernels are compiled anew for arguments that are not aligned to 16 bytes: these always are.
+        parts: list[npt.NDArray[np.int32]] = [_aligned(row), _aligned(index), _aligned(news), *payload]
         words = sum(len(part) for part in parts)
         if words > len(self._extra_to):
             self._extra = [self.device.pinned(words * 2) for _ in range(2)]
             self._extra_to = torch.zeros(words * 2, dtype=torch.int32, device=self.device.on)
         np.concatenate(parts, out=self._extra[self._turn].numpy()[:words])
         self._extra_to[:words].copy_(self._extra[self._turn][:words], non_blocking=True)
-        at, count = 2 * len(row), len(batch.new_slots)
-        if count:
+        second, third = len(parts[0]), 2 * len(parts[0])
+        if len(batch.new_slots):
             inputs.admit(
-                count, self._extra_to[at:], self._extra_to[at + 3 * count :], self.columns, self.tokens, self.pages
-            )
+                len(batch.new_slots), self._extra_to[third:], self._extra_to[third + len(parts[2]) :], self.columns,
+                self.tokens, self.pages,
+            )  # fmt: skip
         if d == len(batch.slots):
             return None
-        return Extension(self._extra_to[: len(row)], self._extra_to[len(row) : at])
+        return Extension(self._extra_to[: len(row)], self._extra_to[second : second + len(row)])
 
     def _news(self, slots: I32) -> tuple[I32, list[I32]]:
         """(triples of slot, offset and known tokens; the rows' words: columns, pages, known tokens)"""

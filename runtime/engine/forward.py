@@ -22,8 +22,8 @@ from runtime.engine.kernels.rotary import rotate_store
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import rope_table
 
-# Batches whose products may go through ``gemv``: there cuBLAS leaves much of the memory's rate unused.
-FEW_ROWS = (1, 2, 4, 8)
+# Batches whose products go through ``gemv``: there cuBLAS leaves part of the memory's rate unused.
+FEW_ROWS = (1, 2, 4)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """The KV memory of a CPU runner in pages, and a model over it in plain torch."""
 
 import math
+import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -69,8 +70,8 @@ class PagedKV:
 
     def __init__(self, config: ModelConfig, num_pages: int, page_tokens: int, dtype: torch.dtype) -> None:
         shape = (num_pages + 1, page_tokens, config.kv_heads, config.head_dim)
-        self.keys = [_lazy_zeros(shape, dtype) for _ in range(config.layers)]
-        self.values = [_lazy_zeros(shape, dtype) for _ in range(config.layers)]
+        pool = _lazy_zeros((config.layers, 2, *shape), dtype)
+        self.keys, self.values = list(pool[:, 0]), list(pool[:, 1])
         self.zero_place = num_pages * page_tokens
 
     @staticmethod
@@ -83,8 +84,11 @@ class PagedKV:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that the kernel hands out as they are touched; torch.zeros writes those of bfloat16."""
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    """Zeros that the kernel hands out as they are touched; in huge pages, for attention reads rows far apart."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(memory, "madvise"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def paged_attention(

@@ -248,7 +248,7 @@ async def facts(ctx: Context) -> None:
             "env": os.environ.get("COLOUR"),
             "cpus": sorted(os.sched_getaffinity(0)),
             "nice": os.nice(0),
-            "title": command_line(),
+            "title": command_name(),
             "session": os.getsid(0) == os.getpid(),
             "modules": sorted(name for name in ("torch", "zmq", "quart", "numpy") if name in sys.modules),
         }
@@ -256,8 +256,8 @@ async def facts(ctx: Context) -> None:
     await anyio.sleep_forever()
 
 
-def command_line() -> str:
-    return Path("/proc/self/cmdline").read_bytes().split(b"\0")[0].decode()
+def command_name() -> str:
+    return Path("/proc/self/comm").read_text().strip()
 
 
 async def goes_dark(ctx: Context) -> None:

@@ -78,15 +78,22 @@ async def test_failed_start(kind: str) -> None:
 
 @launchers
 async def test_start_timeout_and_progress_extends_it(kind: str) -> None:
-    async with opened(kind) as (sup, _):
-        limit = 1.5 if kind == "real" else 0.1
+    limit = 1.5 if kind == "real" else 0.1
+    silent = process("silent", targets.never_starts, 4, limit / 3, start_timeout=limit)
+    endless = process("endless", targets.never_starts, 1000, 0.01, start_timeout=50.0, start_timeout_max=limit)
+    errors: dict[str, ActorStartError] = {}
+
+    async def fails(sup: Supervisor, spec: actors.ChildSpec) -> None:
         with pytest.raises(ActorStartError) as caught:
-            await sup.start(process("p", targets.never_starts, 4, limit / 3, start_timeout=limit))
-        assert isinstance(caught.value.reason, actors.StartTimeout)
-        assert caught.value.progress == Progress("step", 3, 4)
-        with pytest.raises(ActorStartError) as caught:
-            await sup.start(process("p", targets.never_starts, 1000, 0.01, start_timeout=50.0, start_timeout_max=limit))
-        assert isinstance(caught.value.reason, actors.StartTimeout)
+            await sup.start(spec)
+        errors[spec.name] = caught.value
+
+    async with opened(kind) as (sup, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(fails, sup, silent)
+        tasks.start_soon(fails, sup, endless)
+    assert all(isinstance(error.reason, actors.StartTimeout) for error in errors.values())
+    assert errors["silent"].progress == Progress("step", 3, 4)
+    assert errors["endless"].phase == "step"
 
 
 @launchers
@@ -160,30 +167,32 @@ async def test_errors_of_handlers(kind: str) -> None:
 
 
 @launchers
-@pytest.mark.parametrize("started", [False, True])
-async def test_ends_of_its_own(kind: str, started: bool) -> None:
-    expected = {"return": actors.Returned(), "sys.exit": actors.Exited(3)}
-    for how in ("return", "raise", "sys.exit"):
-        reasons: list[actors.ExitReason] = []
+async def test_ends_of_its_own(kind: str) -> None:
+    reasons: dict[str, actors.ExitReason | None] = {}
 
-        def on_event(event: actors.Event, into: list[actors.ExitReason] = reasons) -> None:
-            if event.kind == "exited" and event.reason is not None:
-                into.append(event.reason)
+    def on_event(event: actors.Event) -> None:
+        if event.kind == "exited":
+            reasons[event.path] = event.reason
 
-        async with opened(kind, on_event=on_event) as (sup, _):
-            spec = process("p", targets.ends, how, started, restart="temporary")
-            if started:
-                await (await sup.start(spec)).down()
-            else:
-                with pytest.raises(ActorStartError):
-                    await sup.start(spec)
-        (reason,) = reasons
-        if how == "raise" or (how == "return" and not started):
-            assert isinstance(reason, actors.Raised)
-            if how == "raise":
-                assert [error.type for error in reason.error.group] == ["ValueError", "KeyError"]
+    async def one(sup: Supervisor, how: str, started: bool) -> None:
+        spec = process(f"{how}-{started}", targets.ends, how, started, restart="temporary")
+        if started:
+            await (await sup.start(spec)).down()
         else:
-            assert reason == expected[how]
+            with pytest.raises(ActorStartError):
+                await sup.start(spec)
+
+    async with opened(kind, on_event=on_event) as (sup, _), anyio.create_task_group() as tasks:
+        for how in ("return", "raise", "sys.exit"):
+            for started in (False, True):
+                tasks.start_soon(one, sup, how, started)
+    for started in (False, True):
+        raised = reasons[f"raise-{started}"]
+        assert isinstance(raised, actors.Raised)
+        assert [error.type for error in raised.error.group] == ["ValueError", "KeyError"]
+        assert reasons[f"sys.exit-{started}"] == actors.Exited(3)
+    assert reasons["return-True"] == actors.Returned()
+    assert isinstance(reasons["return-False"], actors.Raised)
 
 
 @launchers
@@ -244,6 +253,8 @@ async def test_overflow_policies(kind: str) -> None:
             await fail.cast(3)
         for number in range(5):
             await drop.cast(number)
+        found = (await sup.refresh()).find("drop")
+        assert found is not None and (found.mailbox, found.dropped) == (2, 3)
         assert [await drop.call("take"), await drop.call("take")] == [3, 4]
         for number in range(4):
             await wait.cast(number)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import actors
-from actors import ActorDied, ActorStartError, Down, Up
+from actors import ActorStartError
 from tests.actors import targets
 from tests.actors.helpers import process, until
 

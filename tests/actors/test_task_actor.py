@@ -152,3 +152,101 @@ async def test_cancelled_scope_stops_the_tree() -> None:
             await anyio.sleep_forever()
     assert scope.cancelled_caught
     assert ended == ["a"]
+
+
+async def test_ctrl_c_in_an_actor_stops_the_tree_in_order_and_reaches_the_owner() -> None:
+    ended: list[str] = []
+
+    async def other(ctx: Context) -> None:
+        ctx.started()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append(ctx.name)
+
+    async def interrupted(ctx: Context) -> None:
+        ctx.started()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        async with actors.open_supervisor([ChildSpec("a", other), ChildSpec("b", other), ChildSpec("c", interrupted)]):
+            await anyio.sleep_forever()
+    assert ended == ["b", "a"]
+
+
+async def test_a_raising_event_handler_ends_the_block_and_leaves_nothing() -> None:
+    def on_event(event: actors.Event) -> None:
+        if event.kind == "started" and event.path == "b":
+            raise LookupError("a broken handler")
+
+    specs = [ChildSpec("a", "tests.actors.targets:echo", where="process"), ChildSpec("b", sleeper)]
+    with pytest.raises(LookupError):
+        async with actors.open_supervisor(specs, on_event=on_event):
+            await anyio.sleep_forever()
+
+
+async def test_a_task_that_cannot_end_is_reported_with_its_stack_and_waited_for() -> None:
+    reports: list[str] = []
+    release = anyio.Event()
+
+    async def stubborn(ctx: Context) -> None:
+        ctx.started()
+        with anyio.CancelScope(shield=True):
+            await release.wait()
+
+    def on_event(event: actors.Event) -> None:
+        if event.kind == "stuck":
+            reports.append(event.text)
+            release.set()
+
+    async with actors.open_supervisor([ChildSpec("a", stubborn, stop_timeout=0.0)], on_event=on_event):
+        pass
+    assert "in stubborn" in reports[0]
+
+
+async def test_auto_shutdown_by_significant_children() -> None:
+    async def job(ctx: Context) -> None:
+        ctx.started()
+
+    specs = [ChildSpec("a", sleeper), ChildSpec("job", job, restart="transient", significant=True)]
+    async with actors.open_supervisor(specs, auto_shutdown="any_significant") as sup:
+        assert isinstance(await sup.wait(), actors.Returned)
+        with pytest.raises(actors.ActorClosed):
+            await sup.start(ChildSpec("late", sleeper))
+
+
+async def test_pool_children_come_and_go() -> None:
+    async with actors.open_supervisor() as sup:
+        for number in range(3):
+            await sup.start(ChildSpec(f"w{number}", sleeper, (number,), depends_on=()))
+        assert [child.path for child in sup.snapshot().children] == ["w0", "w1", "w2"]
+        again = await sup.ref("w1").restart()
+        assert (again.generation, again.value) == (2, 1)
+        await again.stop()
+        assert [child.path for child in sup.snapshot().children] == ["w0", "w2"]
+        assert (await sup.start(ChildSpec("w1", sleeper))).generation == 3  # never the same one twice
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "no spaces"}, "is no actor name"),
+        ({"where": "thread"}, "where must be one of task, process"),
+        ({"restart": "always"}, "restart must be one of"),
+        ({"significant": True}, "a permanent child is always restarted"),
+        ({"restart": "transient", "significant": True}, "needs a supervisor with auto_shutdown"),
+        ({"depends_on": ("nobody",)}, "is no earlier sibling"),
+        ({"stop_timeout": -1.0}, "stop_timeout must be at least 0"),
+        ({"target": "no target"}, "must be 'package.module:function'"),
+        ({"nice": 3}, "are for process actors"),
+        ({"hang_timeout": 1.0}, "has no hang timeout"),
+        ({"where": "process", "args": (object(),)}, "can't go to another process"),
+        ({"where": "process", "target": lambda ctx: None}, "not a module's own function"),
+        ({"where": "process", "backend": "main-thread"}, "needs a plain function"),
+        ({"mailbox": 0}, "at least 1 message"),
+    ],
+)
+def test_specs_are_checked_without_starting_anything(options: dict[str, object], words: str) -> None:
+    given: dict[str, object] = {"name": "a", "target": sleeper, **options}
+    with pytest.raises(actors.SpecError, match=words):
+        actors.check([ChildSpec(**given)])  # type: ignore[arg-type]

@@ -5,6 +5,8 @@ from corekit import EOS, VOCAB, Bench, depths, ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.engine.batch import Batch
+from runtime.engine.build import WARM_UP
 from runtime.engine.fake import POISON, continuation
 from runtime.messages import SamplingParams, Submit, TokenLogprobs
 
@@ -425,3 +427,31 @@ def test_any_interleaving(
         if params.prompt_logprobs >= 0 and not had.get(key, 0):
             scores = [score for row in client.rows if (row.id, row.attempt) == key for score in row.prompt_logprobs]
             assert [score and score.token for score in scores] == [None, *prompt[1:]]
+
+
+# Warming up
+
+
+@depths
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_warm_up_meets_prompts_beside_few_and_many_decodes_and_leaves_nothing(
+    depth: int, prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(depth=depth, slots=24, pages=300, prefix_cache=prefix_cache, step_tokens=512, mixed_tokens=512)
+    kinds, launch = set(), bench.runner.launch
+
+    def noted(batch: Batch) -> object:
+        decodes = "many" if batch.decodes > 8 else "few" if batch.decodes else "none"
+        kinds.add((decodes, batch.decodes < len(batch.slots)))
+        return launch(batch)
+
+    monkeypatch.setattr(bench.runner, "launch", noted)
+    bench.core.warm_up(WARM_UP["cuda"])
+    monkeypatch.undo()
+    assert {("none", True), ("few", True), ("many", True), ("many", False)} <= kinds
+    assert not bench.core.has_work()
+    stats = bench.core.stats()
+    assert [stats[name] for name in ("steps", "generated_tokens", "prompt_tokens", "kv_pages_cached")] == [0] * 4
+    bench.submit(1, [3, 1, 4], max_tokens=20)
+    bench.drain()
+    bench.assert_right(1)

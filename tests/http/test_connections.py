@@ -1,6 +1,10 @@
 """What happens on the connection: its life, its framing, its end."""
 
 import json
+import os
+import socket
+import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +14,8 @@ import trio
 from frontkit import Server
 from scripted import ScriptedService
 from wirelevel import Answer, request
+
+from runtime_http.serve import KEEPALIVE_S, watch_clients
 
 Start = Callable[..., Server]
 COMPLETION = {"model": "scripted", "prompt": "Hi", "max_tokens": 30, "temperature": 0}
@@ -35,6 +41,25 @@ def test_idle_connections_close_after_json_and_after_a_stream(start: Start) -> N
             sock.send(request("/v1/completions", body))
             assert sock.answer().whole
             assert sock.eof()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_leaves_an_idle_connection_leaves_no_file_open(start: Start, reset: bool) -> None:
+    server = start()
+    with server.connect() as sock:
+        sock.send(request("/health"))
+        assert sock.answer().status == 200
+    before = len(os.listdir("/proc/self/fd"))
+    for body in [None, STREAM] * 10:
+        with server.connect() as sock:
+            sock.send(request("/v1/completions" if body else "/health", body))
+            assert sock.answer().status == 200
+            if reset:
+                sock.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    deadline = time.monotonic() + 10
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_connection_is_used_again(start: Start) -> None:
@@ -185,6 +210,16 @@ def test_http_2_takes_the_long_way(start: Start) -> None:
         plain = http.post("/v1/completions", json=COMPLETION).json()
     assert joined(response.content) == plain["choices"][0]["text"]
     assert server.front.stats.fast_writes == 0 < server.front.stats.woken_writes
+
+
+def test_clients_that_vanish_are_looked_for() -> None:
+    """Of a peer that says nothing any more, not even goodbye, only the kernel's probes tell."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        watch_clients(listener, stall_s=90)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE_S
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 90_000
 
 
 def test_websockets_are_refused(start: Start) -> None:

@@ -288,4 +288,5 @@ class Server:
         assert not left, f"processes {left} outlived their root by {patience_s} s"
 
 
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "http"))), "OMP_NUM_THREADS": "1"}
+_PATHS = (str(ROOT), str(ROOT / "http"), *filter(None, [os.environ.get("PYTHONPATH")]))
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(_PATHS), "OMP_NUM_THREADS": "1"}

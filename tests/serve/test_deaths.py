@@ -134,3 +134,17 @@ def test_a_standby_takes_over(tmp_path: Path, expected: list[Any]) -> None:
             assert [outcome(stream) for stream in streams] == expected
             server.wait_phase(active, lambda actor: actor["state"] == "running")
         server.wait_metric("runtime_kv_pages", 0, state="used")
+
+
+def test_too_many_deaths_end_the_server_in_words(tmp_path: Path) -> None:
+    with Server(tmp_path, settings=("supervision.intensity=0",)) as server:
+        server.wait_ready()
+        streams = [server.stream(STORY, max_tokens=4000, ignore_eos=True) for _ in range(2)]
+        for stream in streams:
+            stream.wait_events(3)
+        family = descendants(server.process.pid)
+        kill(server, "replica0/scheduler0")
+        assert all(stream.wait_end().error is not None and stream.whole for stream in streams)
+        assert server.wait_exit() == 1
+        server.wait_gone(family, 2)
+        assert "more than 0 deaths" in server.log and "killed by SIGKILL" in server.log

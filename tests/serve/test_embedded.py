@@ -27,6 +27,12 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def others() -> set[int]:
+    """What other tests have running meanwhile."""
+    return descendants(os.getpid())
+
+
+@pytest.fixture
 def config() -> Config:
     return load_config(None, SETTINGS)
 
@@ -41,18 +47,18 @@ def ask(runtime: Runtime) -> str:
         return text
 
 
-async def test_with_http(config: Config) -> None:
+async def test_with_http(config: Config, others: set[int]) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
     async with open_runtime(config, http=True) as runtime:
         assert runtime.info.name == MODEL
         whole = await runtime.complete(STORY, max_tokens=8, temperature=0.0)
         assert await anyio.to_thread.run_sync(ask, runtime) == whole.text
         assert handlers == {number: signal.getsignal(number) for number in handlers}
-        assert descendants(os.getpid())
-    assert not descendants(os.getpid())
+        assert descendants(os.getpid()) - others
+    assert not descendants(os.getpid()) - others
 
 
-async def test_without_http(config: Config) -> None:
+async def test_without_http(config: Config, others: set[int]) -> None:
     async with open_runtime(config) as runtime:
         assert runtime.url is None
         texts: dict[int, str] = {}
@@ -74,32 +80,32 @@ async def test_without_http(config: Config) -> None:
         assert chat.finish in ("stop", "length")
         with pytest.raises(BadRequest, match="maximum context length"):
             await runtime.complete(STORY, max_tokens=100_000)
-    assert not descendants(os.getpid())
+    assert not descendants(os.getpid()) - others
 
 
-async def test_an_error_in_the_block_stops_everything_and_comes_out(config: Config) -> None:
+async def test_an_error_in_the_block_stops_everything_and_comes_out(config: Config, others: set[int]) -> None:
     with pytest.raises(ZeroDivisionError):
         async with open_runtime(config):
             raise ZeroDivisionError
-    assert not descendants(os.getpid())
+    assert not descendants(os.getpid()) - others
 
 
-async def test_cancelling_a_start_leaves_nothing(config: Config) -> None:
+async def test_cancelling_a_start_leaves_nothing(config: Config, others: set[int]) -> None:
     with anyio.move_on_after(0.5) as scope:
         async with open_runtime(config):
             raise AssertionError("the model is not loaded in half a second")
     assert scope.cancelled_caught
-    assert not descendants(os.getpid())
+    assert not descendants(os.getpid()) - others
 
 
-async def test_a_failed_start_names_the_cause(tmp_path: Path) -> None:
+async def test_a_failed_start_names_the_cause(tmp_path: Path, others: set[int]) -> None:
     import actors
 
     with pytest.raises(actors.ActorStartError, match=r"config\.json is missing") as caught:
         async with open_runtime(load_config(None, (*SETTINGS, f"model.source={tmp_path}"))):
             pass
     assert caught.value.path == "model"
-    assert not descendants(os.getpid())
+    assert not descendants(os.getpid()) - others
 
 
 def test_the_engine_in_a_script() -> None:

@@ -13,9 +13,10 @@ SAFE = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def doors(placement: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A ready server with an open door. Each test leaves it whole."""
-    with Server(tmp_path_factory.mktemp("doors"), settings=(*placement, *FAULTS)) as running:
+    settings = (*FAULTS, "supervision.placement.detokenizer=process")
+    with Server(tmp_path_factory.mktemp("doors"), settings=settings) as running:
         yield running.wait_ready()
 
 

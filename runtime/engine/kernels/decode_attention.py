@@ -30,12 +30,12 @@ MOST_SHARED_BYTES = 160 << 10
 
 def shape_for(rows: int) -> tuple[int, int]:
     """(warps, stages) that are fastest for a batch of so many rows on an H200."""
-    return 1, 3
+    return (1, 3) if rows <= 8 else (1, 2)
 
 
 def extra_pieces(rows: int, kv_heads: int, multiprocessors: int) -> int:
     """How many pieces more than rows there is room for."""
-    return max(4 * multiprocessors // kv_heads, rows)
+    return max(8 * multiprocessors // kv_heads, rows)
 
 
 @triton.jit(do_not_specialize=["most_rows", "most_pieces"])
@@ -231,8 +231,6 @@ def decode_attention(
     scale: float,
     *,
     pdl: bool = False,
-    warps: int = 0,
-    stages: int = 0,
 ) -> None:
     """Attend for rows that ``cut`` has cut and whose new keys and values are in the cache.
 
@@ -244,10 +242,9 @@ def decode_attention(
     q_heads = out.shape[1] // head_dim
     group = triton.next_power_of_2(q_heads // kv_heads)
     # What is in flight must fit into a multiprocessor's shared memory.
-    if not warps:
-        warps, stages = shape_for(q.shape[0])
-        if (stages - 1) * 2 * PIECE_PAGES * page_tokens * head_dim * q.element_size() > MOST_SHARED_BYTES:
-            stages = 2
+    warps, stages = shape_for(q.shape[0])
+    if (stages - 1) * 2 * PIECE_PAGES * page_tokens * head_dim * q.element_size() > MOST_SHARED_BYTES:
+        stages = 2
     _decode[(kv_heads, work.room_for(q.shape[0]))](
         q, k_cache, v_cache, pages, work.pieces, work.total, work.partial, work.lse, work.arrived, out, q.stride(0),
         pages.stride(0), scale * 1.4426950408889634,

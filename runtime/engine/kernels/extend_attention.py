@@ -2,7 +2,7 @@
 
 A program takes one *tile*: some consecutive new tokens of one row times the query heads of one KV head, packed into
 BLOCK_M lines, so that short extensions fill the tensor cores too and each key is loaded once for its whole group.
-Keys before the tile's first token need no mask; the rest is masked causally. Tiles are listed by the host (it knows
+Tiles are listed by the host (it knows
 every length), longest first, which fills the machine's tail.
 """
 
@@ -17,23 +17,23 @@ from runtime.engine.kernels.launch import options
 
 BLOCK_M = 128
 BLOCK_N = 64
-SHAPE = (8, 3, True, None)  # warps, stages, whether keys that all lines see have a loop of their own, registers
+WARPS, STAGES = 8, 3
+REGISTERS = 128  # a thread: two programs fit a multiprocessor then, which is worth a third
 
 
 @triton.jit
 def _block(
     qs, mx, mass, acc, n0, position, k_cache, v_cache, table, head, end, scale,
-    HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys from ``n0`` on. MASKED: not all lines see all of them."""
+    """One block of keys from ``n0`` on."""
     d = tl.arange(0, D)
     n = n0 + tl.arange(0, BLOCK_N)
     held = tl.minimum(n, end - 1)  # beyond the row's end memory may hold anything, NaN too: the last key, masked, again
     page = tl.load(table + held // PAGE).to(tl.int64)
     base = ((page * HK + head) * PAGE + held % PAGE) * D
     s = tl.dot(qs, tl.load(k_cache + base[None, :] + d[:, None]))
-    if MASKED:
-        s = tl.where(n[None, :] <= position[:, None], s, float("-inf"))
+    s = tl.where(n[None, :] <= position[:, None], s, float("-inf"))
     # A line's own key is among these, or it saw keys before; only lines past ``extend`` may see none.
     m_next = tl.maximum(tl.maximum(mx, tl.max(s, 1) * scale), -1e30)
     p = tl.exp2(s * scale - m_next[:, None])
@@ -48,7 +48,7 @@ def _block(
 def _extend(
     q, k_cache, v_cache, pages, slots, cached, starts, tile_row, tile_index, out, q_stride, pages_stride, scale,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HK
     TOKENS: tl.constexpr = BLOCK_M // G
@@ -74,16 +74,9 @@ def _extend(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     position = before + t
     end = before + tl.minimum(t0 + TOKENS, extend)
-    open_end = 0
-    if SPLIT:
-        open_end = (before + t0 + 1) // BLOCK_N * BLOCK_N  # every line sees all keys below
-        for n0 in tl.range(0, open_end, BLOCK_N, num_stages=STAGES):
-            mx, mass, acc = _block(
-                qs, mx, mass, acc, n0, position, k_cache, v_cache, table, head, end, scale, HK, D, PAGE, BLOCK_N, False
-            )
-    for n0 in tl.range(open_end, end, BLOCK_N, num_stages=STAGES):
+    for n0 in tl.range(0, end, BLOCK_N, num_stages=STAGES):
         mx, mass, acc = _block(
-            qs, mx, mass, acc, n0, position, k_cache, v_cache, table, head, end, scale, HK, D, PAGE, BLOCK_N, True
+            qs, mx, mass, acc, n0, position, k_cache, v_cache, table, head, end, scale, HK, D, PAGE, BLOCK_N
         )
     acc = acc / mass[:, None]
     tl.store(out + line * HQ * D + heads * D + d[None, :], acc, real[:, None])
@@ -113,11 +106,6 @@ def extend_attention(
     tile_index: Tensor,
     out: Tensor,
     scale: float,
-    *,
-    warps: int = 0,
-    stages: int = 0,
-    split: bool = True,
-    registers: int | None = None,
 ) -> None:
     """q [tokens, >= q_heads * head_dim] normed and rotated, rows may be strided; out [tokens, q_heads * head_dim].
 
@@ -125,13 +113,11 @@ def extend_attention(
     int32 [rows + 1]: the row's new tokens are lines [starts[r], starts[r + 1]) of q, at positions cached[r] + 0, 1...
     """
     _, kv_heads, page_tokens, head_dim = k_cache.shape
-    if not warps:
-        warps, stages, split, registers = SHAPE
     _extend[(kv_heads, tile_row.shape[0])](
         q, k_cache, v_cache, pages, slots, cached, starts, tile_row, tile_index, out, q.stride(0), pages.stride(0),
         scale * 1.4426950408889634,
         HQ=out.shape[1] // head_dim, HK=kv_heads, D=head_dim, PAGE=page_tokens, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        STAGES=stages, SPLIT=split, **options(warps, registers=registers),
+        STAGES=STAGES, **options(WARPS, registers=REGISTERS if q.is_cuda else None),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ loaded once, in long runs, at a handful of instructions for 512 bytes. What surr
 - ``residual``: the result is added to it, in place.
 
 With programmatic dependent launch a program asks for all of its weights (into the L2 cache) before it waits for its
-predecessor, so memory stays busy in between.
+predecessor, so memory stays busy in between; only where the whole matrix fits into that cache.
 """
 
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from runtime.engine.kernels.launch import options
 
 MOST_ROWS = 8
+PREFETCHED_BYTES = 24 << 20  # more would push one another out of the L2 cache before they are used
 
 
 class Tile(NamedTuple):
@@ -107,9 +108,20 @@ def _gemv(
     tl.store(out + to, y, real[:, None])
 
 
-def tile_for(rows: int, outputs: int, width: int, gated: bool) -> Tile | None:
-    """The tile that is fastest for a product on an H200; None where cuBLAS is faster."""
-    return Tile(16 if gated else 32, 128, 1, 4)
+def tile_for(rows: int, outputs: int, width: int, gated: bool) -> Tile:
+    """The tile that is fastest for a product of 1, 2 or 4 rows on an H200."""
+    if weight_bytes(outputs, width, gated) <= PREFETCHED_BYTES:
+        return Tile(32, 128 if width * rows > 1024 else 64, 1, 5)
+    if rows == 1:
+        return Tile(64, 128, 2, 4) if width >= outputs else Tile(32, 128, 1, 5)
+    if width > outputs:
+        return Tile(64, 128, 2, 4)
+    return Tile(32, 128, 1, 5) if gated else Tile(16, 128, 1, 4)
+
+
+def weight_bytes(outputs: int, width: int, gated: bool) -> int:
+    """Of a product's matrix in 16 bits."""
+    return outputs * width * (4 if gated else 2)
 
 
 def gemv(
@@ -122,7 +134,6 @@ def gemv(
     gated: bool = False,
     residual: Tensor | None = None,
     pdl: bool = False,
-    prefetch: bool = True,
 ) -> None:
     """out = f(x @ weight.T + bias) + residual.
 
@@ -134,7 +145,8 @@ def gemv(
     folds = MOST_ROWS // rows
     block_n, part = tile.lines // folds, width // folds
     askers = 32 * tile.warps
-    ask = pdl and prefetch and outputs % block_n == 0 and block_n * width * weight.element_size() % (16 * askers) == 0
+    ask = pdl and weight.nbytes <= PREFETCHED_BYTES
+    ask = ask and outputs % block_n == 0 and block_n * width * weight.element_size() % (16 * askers) == 0
     block_k = min(tile.block_k, max(triton.next_power_of_2(part), 16))
     _gemv[(triton.cdiv(outputs, block_n),)](
         x, weight, weight if bias is None else bias, out if residual is None else residual, out, part, outputs,

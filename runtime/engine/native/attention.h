@@ -1,4 +1,4 @@
-// Causal attention of a few tokens of one request over its pages, for one key/value head.
+// Causal attention of a few tokens of one request over its pages, for some of its key/value heads.
 //
 // Keys and values pass by in blocks of 64 positions counted from the request's start, whatever the page size and
 // however the tokens are cut into steps, so a token's result is the same bits in a chunk as alone.
@@ -20,12 +20,6 @@ struct Pages {
     }
 };
 
-INLINE uint32_t pair_bf16(float a, float b) {
-    f32x16 v = {a, b};
-    u16x16 bits = to_bf16(v);
-    return bits[0] | (uint32_t)bits[1] << 16;
-}
-
 // T: what pages hold, float or bf16. Scratch words are floats, or pairs of bfloat16:
 //   query    [rows][head_dim]       pairs along head_dim
 //   keys     [head_dim][BLOCK]      pairs along head_dim
@@ -38,69 +32,98 @@ struct Attention {
     typedef typename std::conditional<PAIRS, u32x16, f32x16>::type Words;
     typedef typename std::conditional<PAIRS, uint32_t, float>::type Word;
 
-    const int heads, head_dim, words, wide;  // query heads of the group; words of a key; head_dim padded to 16
+    const int heads, kv_heads, head_dim, words, wide;  // query heads of a group; words of a key; head_dim padded to 16
     Word *query, *keys, *values, *weights;
     float *scores, *out, *most, *total;
 
-    static int rows(int group) { return std::max(ROWS, group); }
-    static size_t floats(int group, int head_dim) {
+    // Query rows of the largest unit: a few tokens of one head, or one token of all heads.
+    static int rows(int group, int kv_heads) { return std::max({ROWS, group, group * kv_heads}); }
+    static size_t floats(int group, int kv_heads, int head_dim) {
         size_t wide = (head_dim + 15) / 16 * 16;
-        return (size_t)rows(group) * (2 * wide + 2 * BLOCK + 2) + 2 * BLOCK * wide + 16;
+        return (size_t)rows(group, kv_heads) * (2 * wide + 2 * BLOCK + 2) + 2 * BLOCK * wide + 16;
     }
-    Attention(float* memory, int group, int dim)
-        : heads(group), head_dim(dim), words(dim / PER), wide((dim + 15) / 16 * 16) {
-        const size_t n = rows(group);
+    Attention(float* memory, int group, int all_kv_heads, int dim)
+        : heads(group), kv_heads(all_kv_heads), head_dim(dim), words(dim / PER), wide((dim + 15) / 16 * 16) {
+        const size_t n = rows(group, kv_heads);
         keys = (Word*)memory, values = keys + BLOCK * wide, query = values + BLOCK * wide, weights = query + n * wide;
         scores = (float*)weights + n * BLOCK, out = scores + n * BLOCK, most = out + n * wide, total = most + n;
     }
 
-    // queries [tokens][stride] from the group's first head on, roped, at positions first, first + 1, ...; results to
-    // target, strided alike. keys/values: the layer's pages [place][kv_heads][head_dim].
-    void run(const Pages& pages, const T* layer_keys, const T* layer_values, int kv_heads, int kv_head, int first,
-             int tokens, const float* queries, int64_t stride, float* target, int64_t target_stride) {
-        const int count = tokens * heads;
+    // Key/value heads [head, last): queries [tokens][stride] from query head 0 on, roped, at positions first,
+    // first + 1, ...; results to target, strided alike. layer_keys, layer_values: [place][kv_heads][head_dim].
+    void run(const Pages& pages, const T* layer_keys, const T* layer_values, int head, int last, int first, int tokens,
+             const float* queries, int64_t stride, float* target, int64_t target_stride) {
+        const int count = tokens * heads;  // rows of one key/value head: [tokens][heads of its group]
         const float scale = 1.0f / std::sqrt((float)head_dim);
-        for (int r = 0; r < count; r++) {
-            const float* from = queries + (r / heads) * stride + (r % heads) * head_dim;
-            for (int d = 0; d < words; d++) {
-                if constexpr (PAIRS) query[r * wide + d] = pair_bf16(from[2 * d] * scale, from[2 * d + 1] * scale);
-                else query[r * wide + d] = from[d] * scale;
+        for (int h = head; h < last; h++)
+            for (int i = 0; i < count; i++) {
+                const float* from = queries + (i / heads) * stride + (h * heads + i % heads) * head_dim;
+                const int r = (h - head) * count + i;
+                int d = 0;
+                for (; d + 16 <= head_dim; d += 16) store16((T*)(query + r * wide) + d, load16(from + d) * scale);
+                for (; d < head_dim; d++) from_float((T*)(query + r * wide) + d, from[d] * scale);
+                for (d = 0; d < wide; d += 16) store(out + r * wide + d, f32x16{});
+                most[r] = -INFINITY, total[r] = 0;
             }
-            for (int d = 0; d < wide; d += 16) store(out + r * wide + d, f32x16{});
-            most[r] = -INFINITY, total[r] = 0;
-        }
         const int length = first + tokens;
+        touch(pages, layer_keys, layer_values, head, last, 0, std::min(BLOCK, length));
         for (int start = 0; start < length; start += BLOCK) {
-            const int here = std::min(BLOCK, length - start);
-            gather(pages, layer_keys, layer_values, kv_heads, kv_head, start, here);
-            for (int r = 0; r < count; r += 2) {
-                const int pair = std::min(2, count - r);
-                pair == 2 ? score<2>(r) : score<1>(r);
-                for (int i = r; i < r + pair; i++) soften(i, std::min(here, first + i / heads + 1 - start));
-                for (int d = 0; d < wide; d += 64) switch (std::min(4, (wide - d) / 16)) {
-                        case 1: pair == 2 ? weigh<2, 1>(r, d, here) : weigh<1, 1>(r, d, here); break;
-                        case 2: pair == 2 ? weigh<2, 2>(r, d, here) : weigh<1, 2>(r, d, here); break;
-                        case 3: pair == 2 ? weigh<2, 3>(r, d, here) : weigh<1, 3>(r, d, here); break;
-                        default: pair == 2 ? weigh<2, 4>(r, d, here) : weigh<1, 4>(r, d, here);
-                    }
+            const int here = std::min(BLOCK, length - start), next = start + BLOCK;
+            for (int h = head; h < last; h++) {
+                gather(pages, layer_keys, layer_values, h, start, here);
+                // The next block is touched while this one is worked on, a share with each head.
+                const int ahead = std::max(0, std::min(BLOCK, length - next)), n = last - head;
+                touch(pages, layer_keys, layer_values, head, last, next + ahead * (h - head) / n,
+                      next + ahead * (h - head + 1) / n);
+                block((h - head) * count, count, first, start, here);
             }
         }
-        for (int r = 0; r < count; r++) {
-            float* to = target + (r / heads) * target_stride + (r % heads) * head_dim;
-            const float inverse = 1.0f / total[r];
-            int d = 0;
-            for (; d + 16 <= head_dim; d += 16) store(to + d, load16(out + r * wide + d) * inverse);
-            for (; d < head_dim; d++) to[d] = out[r * wide + d] * inverse;
-        }
+        for (int h = head; h < last; h++)
+            for (int i = 0; i < count; i++) {
+                float* to = target + (i / heads) * target_stride + (h * heads + i % heads) * head_dim;
+                const float* from = out + ((h - head) * count + i) * wide;
+                const float inverse = 1.0f / total[(h - head) * count + i];
+                for (int d = 0; d < head_dim; d++) to[d] = from[d] * inverse;
+            }
     }
 
    private:
-    // A block's keys and values in the scratch; zeros behind its end.
-    void gather(const Pages& pages, const T* layer_keys, const T* layer_values, int kv_heads, int kv_head, int start,
-                int here) {
+    // Rows [r, r + count) meet a block.
+    void block(int start_row, int count, int first, int start, int here) {
+        for (int i = 0; i < count; i += 2) {
+            const int r = start_row + i, pair = std::min(2, count - i);
+            pair == 2 ? score<2>(r) : score<1>(r);
+            for (int j = 0; j < pair; j++) soften(r + j, std::min(here, first + (i + j) / heads + 1 - start));
+            for (int d = 0; d < wide; d += 64) switch (std::min(4, (wide - d) / 16)) {
+                    case 1: pair == 2 ? weigh<2, 1>(r, d, here) : weigh<1, 1>(r, d, here); break;
+                    case 2: pair == 2 ? weigh<2, 2>(r, d, here) : weigh<1, 2>(r, d, here); break;
+                    case 3: pair == 2 ? weigh<2, 3>(r, d, here) : weigh<1, 3>(r, d, here); break;
+                    default: pair == 2 ? weigh<2, 4>(r, d, here) : weigh<1, 4>(r, d, here);
+                }
+        }
+    }
+
+    // Touches the heads' keys and values at positions [from, to) in the order in which they lie in memory. Loads, not
+    // prefetches: only they set the hardware's own prefetcher going, which keeps more lines in flight than we can.
+    void touch(const Pages& pages, const T* layer_keys, const T* layer_values, int head, int last, int from, int to) {
+        if (last - head < kv_heads) return;  // one head's rows lie apart
+        const int bytes = (last - head) * head_dim * sizeof(T);
+        for (const T* layer : {layer_keys, layer_values}) {
+            int page = from / pages.page_tokens, offset = from % pages.page_tokens;
+            for (int j = from; j < to; j++) {
+                const int64_t place = (int64_t)pages.pages[page] * pages.page_tokens + offset;
+                const char* at = (const char*)(layer + (place * kv_heads + head) * head_dim);
+                for (int b = 0; b < bytes; b += 64) (void)*(const volatile char*)(at + b);
+                if (++offset == pages.page_tokens) page++, offset = 0;
+            }
+        }
+    }
+
+    // A block's keys and values in the scratch, up to the next 16 positions; what lies behind gets no weight.
+    void gather(const Pages& pages, const T* layer_keys, const T* layer_values, int kv_head, int start, int here) {
         int page = start / pages.page_tokens, offset = start % pages.page_tokens;
-        for (int j = 0; j < BLOCK; j += 16) {
-            const int count = std::max(0, std::min(16, here - j));
+        for (int j = 0; j < here; j += 16) {
+            const int count = std::min(16, here - j);
             const T *key[16], *value[16];
             for (int i = 0; i < count; i++) {
                 const int64_t place = (int64_t)pages.pages[page] * pages.page_tokens + offset;

@@ -146,23 +146,28 @@ struct Sums {
 
 // ---- one tile: TOKENS rows of the operand from t on, PANELS panels from p on ----
 
-// Weights come from memory once, for the first tokens: while they are multiplied, the next panels are on their way.
-INLINE void fetch(const void* p, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 2);
-}
+// Weights come from memory once, for the first tokens. While panels are multiplied the next ones are on their way: each
+// tile of `of` over the same panels asks for its share of their cache lines.
+struct Ahead {
+    int share, of;
+};
+INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 template <int TOKENS, int PANELS>
 struct Tile {
     f32x16 out[TOKENS][PANELS];
 
-    void f32(const Linear& w, const Operand& a, int p, int t) {
+    void f32(const Linear& w, const Operand& a, int p, int t, Ahead ahead) {
         const int width = padded(w.inputs), inputs = w.inputs;
         const size_t stride = (size_t)inputs * LANES;
         const float* panel = (const float*)w.weights + p * stride;
         const float* x = (const float*)a.data + (size_t)t * width;
         f32x16 sum[TOKENS][PANELS] = {};
         for (int k = 0; k < inputs; k++) {
-            if (t == 0) UNROLL for (int j = 0; j < PANELS; j++) fetch(panel + (PANELS + j) * stride + k * LANES, 64);
+            if (k == ahead.share) {
+                UNROLL for (int j = 0; j < PANELS; j++) fetch(panel + (PANELS + j) * stride + k * LANES);
+                ahead.share += ahead.of;
+            }
             f32x16 weights[PANELS];
             UNROLL for (int j = 0; j < PANELS; j++) weights[j] = load16(panel + j * stride + (size_t)k * LANES);
             UNROLL for (int i = 0; i < TOKENS; i++) {
@@ -173,14 +178,17 @@ struct Tile {
         memcpy(out, sum, sizeof out);
     }
 
-    void bfloat(const Linear& w, const Operand& a, int p, int t) {
+    void bfloat(const Linear& w, const Operand& a, int p, int t, Ahead ahead) {
         const int width = padded(w.inputs), pairs = ceil_div(w.inputs, 2);
         const size_t stride = (size_t)pairs * LANES * 4;
         const char* panel = w.weights + p * stride;
         const bf16* x = (const bf16*)a.data + (size_t)t * width;
         f32x16 sum[TOKENS][PANELS] = {};
         for (int k = 0; k < pairs; k++) {
-            if (t == 0) UNROLL for (int j = 0; j < PANELS; j++) fetch(panel + (PANELS + j) * stride + k * 64, 64);
+            if (k == ahead.share) {
+                UNROLL for (int j = 0; j < PANELS; j++) fetch(panel + (PANELS + j) * stride + k * 64);
+                ahead.share += ahead.of;
+            }
             u32x16 weights[PANELS];
             UNROLL for (int j = 0; j < PANELS; j++) weights[j] = load<u32x16>(panel + j * stride + (size_t)k * 64);
             UNROLL for (int i = 0; i < TOKENS; i++) {
@@ -191,7 +199,7 @@ struct Tile {
         memcpy(out, sum, sizeof out);
     }
 
-    void int8(const Linear& w, const Operand& a, int p, int t) {
+    void int8(const Linear& w, const Operand& a, int p, int t, Ahead ahead) {
         const int width = padded(w.inputs), groups = width / GROUP;
         const size_t stride = (size_t)groups * GROUP_BYTES;
         const char* panel = w.weights + p * stride;
@@ -203,7 +211,8 @@ struct Tile {
             Sums part[TOKENS][PANELS];
             UNROLL for (int i = 0; i < TOKENS; i++)
                 UNROLL for (int j = 0; j < PANELS; j++) part[i][j].start(bias[i * groups + g]);
-            if (t == 0) UNROLL for (int j = 0; j < PANELS; j++) fetch(panel + (PANELS + j) * stride, GROUP_BYTES);
+            for (int line = ahead.share * 64; line < GROUP_BYTES; line += ahead.of * 64)
+                UNROLL for (int j = 0; j < PANELS; j++) fetch(panel + (PANELS + j) * stride + line);
             UNROLL for (int k = 0; k < GROUP; k += 4) {
                 Weights weights[PANELS];
                 UNROLL for (int j = 0; j < PANELS; j++) weights[j] = load<Weights>(panel + j * stride + k * LANES);
@@ -220,32 +229,33 @@ struct Tile {
         }
     }
 
-    __attribute__((noinline)) void compute(const Linear& w, const Operand& a, int p, int t) {
-        if (w.format == F32) f32(w, a, p, t);
-        if (w.format == BF16) bfloat(w, a, p, t);
-        if (w.format == I8) int8(w, a, p, t);
+    __attribute__((noinline)) void compute(const Linear& w, const Operand& a, int p, int t, Ahead ahead) {
+        if (w.format == F32) f32(w, a, p, t, ahead);
+        if (w.format == BF16) bfloat(w, a, p, t, ahead);
+        if (w.format == I8) int8(w, a, p, t, ahead);
     }
 };
 
 // Tokens [0, tokens) times panels [first, last): epilogue(token, panel, values[PANELS]) gets PANELS adjacent panels.
 template <int TOKENS, int PANELS, class E>
-INLINE void one_tile(const Linear& w, const Operand& a, int p, int t, const E& epilogue) {
+INLINE void one_tile(const Linear& w, const Operand& a, int p, int t, Ahead ahead, const E& epilogue) {
     Tile<TOKENS, PANELS> tile;
-    tile.compute(w, a, p, t);
+    tile.compute(w, a, p, t, ahead);
     for (int i = 0; i < TOKENS; i++) epilogue(t + i, p, tile.out[i], PANELS);
 }
 
 template <int PANELS, class E>
 void tiles(const Linear& w, const Operand& a, int tokens, int p, const E& epilogue) {
-    for (int t = 0; t < tokens; t += TOKENS_TILE) switch (tokens - t) {
-            case 1: one_tile<1, PANELS>(w, a, p, t, epilogue); break;
-            case 2: one_tile<2, PANELS>(w, a, p, t, epilogue); break;
-            case 3: one_tile<3, PANELS>(w, a, p, t, epilogue); break;
-            case 4: one_tile<4, PANELS>(w, a, p, t, epilogue); break;
-            case 5: one_tile<5, PANELS>(w, a, p, t, epilogue); break;
-            case 6: one_tile<6, PANELS>(w, a, p, t, epilogue); break;
-            case 7: one_tile<7, PANELS>(w, a, p, t, epilogue); break;
-            default: one_tile<8, PANELS>(w, a, p, t, epilogue);
+    Ahead ahead{0, ceil_div(tokens, TOKENS_TILE)};
+    for (int t = 0; t < tokens; t += TOKENS_TILE, ahead.share++) switch (tokens - t) {
+            case 1: one_tile<1, PANELS>(w, a, p, t, ahead, epilogue); break;
+            case 2: one_tile<2, PANELS>(w, a, p, t, ahead, epilogue); break;
+            case 3: one_tile<3, PANELS>(w, a, p, t, ahead, epilogue); break;
+            case 4: one_tile<4, PANELS>(w, a, p, t, ahead, epilogue); break;
+            case 5: one_tile<5, PANELS>(w, a, p, t, ahead, epilogue); break;
+            case 6: one_tile<6, PANELS>(w, a, p, t, ahead, epilogue); break;
+            case 7: one_tile<7, PANELS>(w, a, p, t, ahead, epilogue); break;
+            default: one_tile<8, PANELS>(w, a, p, t, ahead, epilogue);
         }
 }
 

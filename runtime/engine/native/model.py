@@ -92,6 +92,7 @@ class NativeModel:
         self._take(weights)
         self.weight_bytes = self._used + sum(tensor.nbytes for tensor in self._kept[2:])
         self.other_bytes = sum(tensor.nbytes for tensor in self._kept[:2])
+        self._buffer = torch.empty(0, config.vocab_size)
         self._step = _Step(page_tokens=slots.page_tokens)
 
     def _matrices(self) -> list[tuple[int, int, bool]]:
@@ -154,11 +155,11 @@ class NativeModel:
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
     def run(self, batch: Batch, rows: I32, keep_hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes a step. Of its tokens, laid out row after row, those at ``rows`` get logits float32 [rows, vocab];
-        with ``keep_hidden`` all get their hidden state float32 [tokens, hidden]."""
+        """Computes a step. Of its tokens, laid out row after row, those at ``rows`` get logits float32 [rows, vocab],
+        good until the next call; with ``keep_hidden`` all get their hidden state float32 [tokens, hidden]."""
         step, slots = self._step, self._slots
         tokens = int(batch.extend.sum())
-        logits = torch.empty(len(rows), self._config.vocab_size)
+        logits = self._logits_buffer(len(rows))
         hidden = torch.empty(tokens, self._config.hidden_size) if keep_hidden else None
         arrays = [np.ascontiguousarray(array, np.int32) for array in (batch.slots, batch.cached, batch.extend, rows)]
         step.slots, step.cached, step.extend, step.output_rows = (array.ctypes.data for array in arrays)
@@ -172,16 +173,22 @@ class NativeModel:
         return logits, hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of rows of the hidden states: float32 [rows, vocab]."""
+        """Of rows of the hidden states: float32 [rows, vocab], good until the next call."""
         hidden = hidden.contiguous()
-        logits = torch.empty(len(hidden), self._config.vocab_size)
+        logits = self._logits_buffer(len(hidden))
         self.library.head_run(
             self.engine, ctypes.addressof(self._model), hidden.data_ptr(), len(hidden), logits.data_ptr()
         )
         return logits
 
+    def _logits_buffer(self, rows: int) -> torch.Tensor:
+        """One buffer for all steps: fresh memory of this size would be cleared by the kernel every time."""
+        if rows > len(self._buffer):
+            self._buffer = torch.empty(rows, self._config.vocab_size)
+        return self._buffer[:rows]
+
     def workspace_bytes(self) -> int:
-        return int(self.library.engine_workspace_bytes(self.engine))
+        return int(self.library.engine_workspace_bytes(self.engine)) + self._buffer.nbytes
 
     def close(self) -> None:
         """Ends the threads; the model can't be used afterwards."""

@@ -84,8 +84,9 @@ void copy_row(T* to, const float* from, int n) {
     for (; i < n; i++) from_float(to + i, from[i]);
 }
 
-struct Unit {  // attention of some tokens of one request for one key/value head
-    int32_t row, first, tokens, kv_head;
+struct Unit {  // attention of some tokens of one request for key/value heads [head, last)
+    int32_t row, first, tokens, head, last;  // tokens of the row from the first-th on
+    int32_t token;                           // the first one's place in the step
 };
 
 // One step in flight: its memory and the phases.
@@ -127,7 +128,7 @@ class Forward {
     bool arrange() {
         const int widest = std::max({x_stride, attn_stride, act_stride}), team = e.pool.threads();
         operand_size = (operand_bytes(tokens, widest) + 63) / 64 * 64;
-        scratch_size = (std::max(Attention<float>::floats(group, m.head_dim), (size_t)widest) + 15) / 16 * 16;
+        scratch_size = (std::max(Attention<float>::floats(group, m.kv_heads, m.head_dim), (size_t)widest) + 15) / 16 * 16;
         const size_t floats = (size_t)tokens * (x_stride + qkv_stride + attn_stride + act_stride);
         char* memory = e.workspace(floats * 4 + (few ? team : 1) * operand_size + team * scratch_size * 4);
         if (!memory) return false;
@@ -135,10 +136,14 @@ class Forward {
         act = attn + (size_t)tokens * attn_stride, scratch = act + (size_t)tokens * act_stride;
         operands = (char*)(scratch + team * scratch_size);
         const int block = std::max(1, ROWS / group);
-        for (int r = 0; r < s.rows; r++) {
+        for (int r = 0, before = 0; r < s.rows; r++) {
             for (int i = 0; i < s.extend[r]; i++) token_row.push_back(r), token_position.push_back(s.cached[r] + i);
+            // All heads of a decoding row together read its pages from end to end; few rows are shared out by heads.
+            const int heads = s.extend[r] == 1 && s.rows >= 2 * team ? m.kv_heads : 1;
             for (int i = 0; i < s.extend[r]; i += block)
-                for (int h = 0; h < m.kv_heads; h++) units.push_back({r, i, std::min(block, s.extend[r] - i), h});
+                for (int h = 0; h < m.kv_heads; h += heads)
+                    units.push_back({r, i, std::min(block, s.extend[r] - i), h, h + heads, before + i});
+            before += s.extend[r];
         }
         // The longest first: what is left at the end is short.
         std::stable_sort(units.begin(), units.end(), [this](const Unit& a, const Unit& b) {
@@ -274,19 +279,17 @@ class Forward {
     }
 
     void attend(const Layer& layer, const Unit& u, float* mine) {
-        int first_token = u.first;
-        for (int r = 0; r < u.row; r++) first_token += s.extend[r];
-        const int64_t head = (int64_t)u.kv_head * group * m.head_dim;
-        const float* q = qkv + (size_t)first_token * qkv_stride + head;
-        float* to = attn + (size_t)first_token * attn_stride + head;
+        const int first_token = u.token;
+        const float* q = qkv + (size_t)first_token * qkv_stride;
+        float* to = attn + (size_t)first_token * attn_stride;
         const int first = s.cached[u.row] + u.first;
         if (m.kv_format == BF16)
-            Attention<bf16>(mine, group, m.head_dim)
-                .run(pages(u.row), (const bf16*)layer.keys, (const bf16*)layer.values, m.kv_heads, u.kv_head, first,
-                     u.tokens, q, qkv_stride, to, attn_stride);
+            Attention<bf16>(mine, group, m.kv_heads, m.head_dim)
+                .run(pages(u.row), (const bf16*)layer.keys, (const bf16*)layer.values, u.head, u.last, first, u.tokens,
+                     q, qkv_stride, to, attn_stride);
         else
-            Attention<float>(mine, group, m.head_dim)
-                .run(pages(u.row), (const float*)layer.keys, (const float*)layer.values, m.kv_heads, u.kv_head, first,
+            Attention<float>(mine, group, m.kv_heads, m.head_dim)
+                .run(pages(u.row), (const float*)layer.keys, (const float*)layer.values, u.head, u.last, first,
                      u.tokens, q, qkv_stride, to, attn_stride);
     }
 };

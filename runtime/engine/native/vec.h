@@ -16,7 +16,13 @@ typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef uint16_t bf16;  // its bits
 
 #define INLINE inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")  // arrays of vectors stay in registers only where loops over them vanish
+// Arrays of vectors stay in registers only where loops over them vanish; with few registers that is of no use and
+// takes minutes to compile.
+#if defined(__AVX2__)
+#define UNROLL _Pragma("GCC unroll 16")
+#else
+#define UNROLL
+#endif
 #define KEEP_IN_MEMORY(x) __asm__ __volatile__("" : "+m"(x))
 
 template <class V, class T>
