@@ -46,7 +46,7 @@ def make_engine(model: str, **options: Any) -> tuple[EngineCore, CudaRunner, Slo
 
 def new_core(runner: CudaRunner, slots: SlotTable) -> EngineCore:
     return EngineCore(
-        runner, slots, EngineConfig(step_tokens=16384, mixed_tokens=16384, prefix_cache=False), clock=None
+        runner, slots, EngineConfig(step_tokens=8192, mixed_tokens=8192, prefix_cache=False), clock=None
     )
 
 
