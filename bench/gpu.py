@@ -45,9 +45,7 @@ def make_engine(model: str, **options: Any) -> tuple[EngineCore, CudaRunner, Slo
 
 
 def new_core(runner: CudaRunner, slots: SlotTable) -> EngineCore:
-    return EngineCore(
-        runner, slots, EngineConfig(step_tokens=8192, mixed_tokens=8192, prefix_cache=False), clock=None
-    )
+    return EngineCore(runner, slots, EngineConfig(step_tokens=8192, mixed_tokens=8192, prefix_cache=False), clock=None)
 
 
 def run(core: EngineCore, prompts: list[list[int]], outputs: list[int], temperature: float) -> float:
