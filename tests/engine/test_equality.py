@@ -74,8 +74,8 @@ def greedy(traffic: Traffic, count: int, tokens: int) -> list[Ask]:
     return [Ask(traffic.prompt(length), params) for length in lengths]
 
 
-def assert_equals_generate(subject: Subject, count: int, tokens: int) -> None:
-    asks = greedy(subject.traffic(1, 900), count, tokens)
+def assert_equals_generate(subject: Subject, count: int, longest: int, tokens: int) -> None:
+    asks = greedy(subject.traffic(1, longest), count, tokens)
     core = subject.core(subject.runner())
     judge, player = Judge(subject.reference), Player(core)
     alone = player.alone(asks)
@@ -93,11 +93,11 @@ def assert_equals_generate(subject: Subject, count: int, tokens: int) -> None:
 
 
 def test_greedy_tokens_are_those_of_generate_on_the_real_model(real: Subject, full: bool) -> None:
-    assert_equals_generate(real, *((40, 24) if full else (5, 6)))
+    assert_equals_generate(real, *((40, 900, 24) if full else (4, 400, 6)))
 
 
-def test_greedy_tokens_are_those_of_generate_on_other_families(tiny: Subject) -> None:
-    assert_equals_generate(tiny, 40, 16)
+def test_greedy_tokens_are_those_of_generate_on_other_families(tiny: Subject, full: bool) -> None:
+    assert_equals_generate(tiny, *((40, 900, 24) if full else (20, 900, 12)))
 
 
 @dataclass(frozen=True)
@@ -160,16 +160,16 @@ def test_any_traffic_on_the_real_model(real: Subject, page_tokens: int, full: bo
         storm = Storm(
             page_tokens,
             [CHUNKS[PAGES.index(page_tokens)]],
-            count=8,
-            longest=150 if long else 90,
-            output=50 if long else 25,
+            count=8 if long else 6,
+            longest=150 if long else 80,
+            output=50 if long else 20,
         )
     storm.assert_survived(real)
 
 
 @pytest.mark.parametrize("page_tokens", PAGES)
 def test_any_traffic_on_other_families(tiny: Subject, page_tokens: int, full: bool) -> None:
-    count, longest, output = (200, 600, 120) if full else (20, 200, 80)
+    count, longest, output = (200, 600, 120) if full else (14, 150, 60)
     Storm(page_tokens, CHUNKS, count, longest, output).assert_survived(tiny)
 
 
@@ -238,7 +238,7 @@ def assert_logprobs(subject: Subject, count: int, longest: int) -> None:
 
 
 def test_logprobs_on_the_real_model(real: Subject, full: bool) -> None:
-    assert_logprobs(real, *((30, 900) if full else (6, 120)))
+    assert_logprobs(real, *((30, 900) if full else (4, 80)))
 
 
 def test_logprobs_on_other_families(tiny: Subject) -> None:
