@@ -22,19 +22,18 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Int8Linear:
-    """Weight-only int8: few rows are multiplied as int8, many against the matrix expanded to the activations' dtype."""
+    """Weight-only int8: few rows are multiplied as int8, many by the weights widened to the activations' dtype.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, few_rows: int = 4) -> None:
-        self.quantized, self.scale = quantize_int8(weight)
-        self.dtype, self.bias, self.few_rows = weight.dtype, bias, few_rows
-        self.packed_scale = self.scale.to(weight.dtype)
+    Whole numbers up to 127 are exact in any float; the scale is applied to the products.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, few_rows: int = 24) -> None:
+        self.quantized, scale = quantize_int8(weight)
+        self.scale, self.bias, self.few_rows = scale.to(weight.dtype), bias, few_rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= self.few_rows:
-            y = torch._weight_int8pack_mm(x, self.quantized, self.packed_scale)
-            return y if self.bias is None else y.add_(self.bias)
-        return F.linear(x, self.expanded(), self.bias)
-
-    def expanded(self) -> torch.Tensor:
-        """The matrix as the activations' dtype [out, in]: costs one pass over the weights."""
-        return (self.quantized * self.scale[:, None]).to(self.dtype)
+            y = torch._weight_int8pack_mm(x, self.quantized, self.scale)
+        else:
+            y = F.linear(x, self.quantized.to(x.dtype)).mul_(self.scale)
+        return y if self.bias is None else y.add_(self.bias)

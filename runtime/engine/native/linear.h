@@ -5,6 +5,9 @@
 //   I8    [panel][in / 64] { u8 [16][16][4], float [16] }   8-bit integers (plus 128), a scale per row and 64 inputs;
 //                                                           activations are rounded to 8 bits per token and 64 inputs
 //
+// Before they are rounded to integers, each 64 inputs of weights and activations are turned by the same Hadamard matrix:
+// products stay what they are, and a few large values no longer decide the scale of all (QuaRot, arXiv 2404.00456).
+//
 // An output's sum runs over its inputs in the same order whatever else is in the batch and however many threads there
 // are: a request computes the same bits alone, in a batch, as a chunk of its prompt, or token by token.
 #pragma once
@@ -40,6 +43,24 @@ struct Linear {
     }
 };
 
+// Multiplies 64 values by the orthonormal Hadamard matrix.
+INLINE void turn(f32x16 v[4]) {
+    const f32x16 a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+    v[0] = a + c, v[1] = b + d, v[2] = a - c, v[3] = b - d;
+    UNROLL for (int i = 0; i < 4; i++) {
+        f32x16 x = v[i];
+        x = __builtin_shuffle(x, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}) +
+            x * f32x16{1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1};
+        x = __builtin_shuffle(x, i32x16{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}) +
+            x * f32x16{1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1};
+        x = __builtin_shuffle(x, i32x16{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}) +
+            x * f32x16{1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1};
+        x = __builtin_shuffle(x, i32x16{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}) +
+            x * f32x16{1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1};
+        v[i] = x * 0.125f;
+    }
+}
+
 // Activations in the form that a format multiplies: rows of padded(inputs) elements.
 struct Operand {
     char* data;     // float, bf16 or int8
@@ -71,8 +92,9 @@ inline void prepare(const Operand& a, int t, const float* x, int inputs, int for
     const float magic = 12582912.0f;
     for (int g = 0; g < width / GROUP; g++) {
         f32x16 v[4], total = {}, most = {};
-        for (int j = 0; j < 4; j++) {
-            v[j] = load16(x + g * GROUP + j * LANES);
+        UNROLL for (int j = 0; j < 4; j++) v[j] = load16(x + g * GROUP + j * LANES);
+        turn(v);
+        UNROLL for (int j = 0; j < 4; j++) {
             total += abs16(v[j]);
             most = max16(most, abs16(v[j]));
         }
@@ -284,18 +306,18 @@ void pack_panel(const Linear& w, char* out, const T* source, int panel) {
             for (int g = 0; g < ceil_div(w.inputs, GROUP); g++) {
                 char* block = out + (size_t)g * GROUP_BYTES;
                 int count = row < 0 ? 0 : std::min(GROUP, w.inputs - g * GROUP);
-                float largest = 0, all = 0;
-                for (int k = 0; k < count; k++) {
-                    float size = std::fabs(to_float(x[g * GROUP + k]));
-                    largest = std::max(largest, size), all += size;
-                }
+                float values[GROUP] = {}, largest = 0, all = 0;
+                for (int k = 0; k < count; k++) values[k] = to_float(x[g * GROUP + k]);
+                f32x16 turned[4];
+                memcpy(turned, values, sizeof values);
+                turn(turned);
+                memcpy(values, turned, sizeof values);
+                for (float value : values) largest = std::max(largest, std::fabs(value)), all += std::fabs(value);
                 bool finite = all - all == 0;
                 float inverse = finite && largest > 0 ? 127.0f / largest : 0;
-                if (!finite) count = 0;
-                for (int k = 0; k < GROUP; k++) {
-                    float value = k < count ? to_float(x[g * GROUP + k]) * inverse : 0;
-                    ((uint8_t*)block)[(k / 4 * LANES + lane) * 4 + k % 4] = (uint8_t)(128 + (int)std::nearbyint(value));
-                }
+                for (int k = 0; k < GROUP; k++)
+                    ((uint8_t*)block)[(k / 4 * LANES + lane) * 4 + k % 4] =
+                        (uint8_t)(128 + (finite ? (int)std::nearbyint(values[k] * inverse) : 0));
                 ((float*)(block + GROUP * LANES))[lane] = finite ? largest / 127.0f : NAN;
             }
         }

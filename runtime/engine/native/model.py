@@ -192,7 +192,7 @@ class NativeModel:
 
     def close(self) -> None:
         """Ends the threads; the model can't be used afterwards."""
-        if self.engine:
+        if getattr(self, "engine", None):
             self.library.engine_free(self.engine)
             self.engine = None
 
