@@ -1,7 +1,6 @@
 // A team of threads that walks through a step's phases together, without a system call between phases.
 #pragma once
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -25,7 +24,7 @@ class Pool {
 
     ~Pool() {
         stop_ = true;
-        announce();
+        advance(epoch_, sleeping_);
         for (auto& worker : workers_) worker.join();
     }
 
@@ -35,7 +34,7 @@ class Pool {
     void run(const std::function<void(int)>& job) {
         if (threads_ > 1) {
             job_ = &job;
-            announce();
+            advance(epoch_, sleeping_);
         }
         job(0);
         barrier();
@@ -54,50 +53,49 @@ class Pool {
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
             arrived_.store(0, std::memory_order_relaxed);
             next_.store(0, std::memory_order_relaxed);
-            turn_.store(turn + 1, std::memory_order_release);
+            advance(turn_, waiting_);
             return;
         }
-        for (int spins = 0; turn_.load(std::memory_order_acquire) == turn; spins++) {
-            PAUSE();
-            if (spins > 4000) sched_yield();  // its core may be what the last one waits for
-        }
+        await(turn_, waiting_, turn);
     }
 
    private:
-    void announce() {
-        epoch_.fetch_add(1, std::memory_order_seq_cst);
-        if (sleepers_.load(std::memory_order_seq_cst))
-            syscall(SYS_futex, (uint32_t*)&epoch_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-    }
-
     void work(int thread) {
         for (uint32_t seen = 0;;) {
-            seen = await(seen);
+            await(epoch_, sleeping_, seen);
+            seen++;
             if (stop_) return;
             (*job_)(thread);
             barrier();
         }
     }
 
-    // The next step often follows within the spin; an idle engine sleeps.
-    uint32_t await(uint32_t seen) {
-        for (int spins = 0; spins < 2000; spins++) {
-            if (epoch_.load(std::memory_order_acquire) != seen) return epoch_.load(std::memory_order_acquire);
-            PAUSE();
-        }
-        sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        while (epoch_.load(std::memory_order_seq_cst) == seen)
-            syscall(SYS_futex, (uint32_t*)&epoch_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-        sleepers_.fetch_sub(1, std::memory_order_seq_cst);
-        return epoch_.load(std::memory_order_acquire);
+    static void advance(std::atomic<uint32_t>& word, std::atomic<int>& sleepers) {
+        word.fetch_add(1, std::memory_order_seq_cst);
+        if (sleepers.load(std::memory_order_seq_cst))
+            syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
     }
 
+    // Waits until word is no longer `seen`. Phases are short and the next step is near, so first a short spin. Not a long
+    // one: where another process has taken a thread's core, that thread can go on as soon as ours is left idle.
+    static void await(std::atomic<uint32_t>& word, std::atomic<int>& sleepers, uint32_t seen) {
+        for (int spins = 0; spins < SPINS; spins++) {
+            if (word.load(std::memory_order_acquire) != seen) return;
+            PAUSE();
+        }
+        sleepers.fetch_add(1, std::memory_order_seq_cst);
+        while (word.load(std::memory_order_seq_cst) == seen)
+            syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+        sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    }
+
+    static constexpr int SPINS = 500;
     const int threads_;
     std::vector<std::thread> workers_;
     const std::function<void(int)>* job_ = nullptr;
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};
-    std::atomic<int> sleepers_{0};
+    std::atomic<int> sleeping_{0}, waiting_{0};
     alignas(64) std::atomic<int> next_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> turn_{0};
