@@ -63,7 +63,7 @@ class CpuRunner:
         if use_native and library is None:
             raise ModelError("the native kernels are not built; run python -m runtime.engine.native build")
         self.config, self.slots, self.page_tokens, self.native = config, slots, slots.page_tokens, library is not None
-        self.dtype = choose_dtype(dtype, config)
+        self.dtype = choose_dtype(dtype, config, native=self.native)
         if quantization not in ("none", "int8"):
             raise ModelError(f"quantization = {quantization!r} is not known; known: none, int8")
         int8 = quantization == "int8"
@@ -180,11 +180,12 @@ def _weight_bytes(config: ModelConfig, dtype: torch.dtype, *, int8: bool, native
     return weight_bytes(config, dtype, matrix_bytes=matrix_bytes) + int(head)
 
 
-def choose_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
-    """What ``auto`` means here: the checkpoint's float32, else bfloat16 where this CPU has instructions for it."""
+def choose_dtype(dtype: str, config: ModelConfig, *, native: bool = False) -> torch.dtype:
+    """What ``auto`` means here: the checkpoint's float32; else bfloat16, which is half the memory to read, where our
+    kernels or this CPU's instructions make something of it."""
     if dtype == "auto":
-        native = {"avx512_bf16", "amx_bf16"} & cpu_flags()
-        return torch.bfloat16 if native and config.dtype != "float32" else torch.float32
+        fast = native or {"avx512_bf16", "amx_bf16"} & cpu_flags()
+        return torch.bfloat16 if fast and config.dtype != "float32" else torch.float32
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in known:
         raise ModelError(f"dtype = {dtype!r} is not known on CPU; known: auto, {', '.join(known)}")

@@ -1,5 +1,6 @@
 """The CPU runner as a scheduler sees it: batches in, tokens out, on real (tiny) models."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -243,4 +244,7 @@ def test_native_results_are_the_same_bits_in_any_company(
 
 
 def test_auto_dtype_keeps_float32_checkpoints(llama: Saved) -> None:
-    assert choose_dtype("auto", llama.config) is torch.float32
+    assert choose_dtype("auto", llama.config, native=True) is torch.float32
+    half = dataclasses.replace(llama.config, dtype="bfloat16")
+    assert choose_dtype("auto", half, native=True) is torch.bfloat16
+    assert choose_dtype("float32", half, native=True) is torch.float32
