@@ -135,7 +135,7 @@ class CudaRunner:
         """Before anything is loaded: weights and buffers must fit at all."""
         config, gib = self.config, 2**30
         line = 2 * config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 3 * config.mlp_size
-        buffers = (step_tokens * line + slots.slots * config.vocab_size) * self.dtype.itemsize
+        buffers = step_tokens * line * self.dtype.itemsize + slots.slots * config.vocab_size * 4
         if self._weight_bytes + buffers > self._free_at_start:
             raise ModelError(
                 f"the weights take {self._weight_bytes / gib:.2f} GiB and a step's buffers {buffers / gib:.2f} GiB, "

@@ -52,6 +52,14 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+def project_logits(x: Tensor, head: Tensor, logits: Tensor) -> Tensor:
+    """logits = x @ head.T, in float32 from the product's accumulator. Rounded to bfloat16, every fiftieth greedy token
+    of a small model would be another than the best."""
+    if x.dtype == torch.float32:
+        return torch.mm(x, head.t(), out=logits)
+    return torch.mm(x, head.t(), torch.float32, out=logits)
+
+
 def project_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     """residual += x @ weight.T + bias; the sum is made in the product's float32 accumulator."""
     residual.addmm_(x, weight.t())
@@ -79,8 +87,8 @@ class Forward:
         self.caches: list[tuple[Tensor, Tensor]] = []
         rows, qkv = table.most_rows, config.q_size + 2 * config.kv_size
 
-        def buffer(lines: int, width: int) -> Tensor:
-            return torch.zeros((lines, width), dtype=self.embedding.dtype, device=device.on)
+        def buffer(lines: int, width: int, dtype: torch.dtype = self.embedding.dtype) -> Tensor:
+            return torch.zeros((lines, width), dtype=dtype, device=device.on)
 
         self.h = buffer(step_tokens, config.hidden_size)  # the residual stream
         self.x = buffer(step_tokens, config.hidden_size)  # normed
@@ -89,7 +97,7 @@ class Forward:
         self.gate_up = buffer(step_tokens, 2 * config.mlp_size)
         self.activated = buffer(step_tokens, config.mlp_size)
         self.last = buffer(rows, config.hidden_size)
-        self.logits = buffer(rows, config.vocab_size)
+        self.logits = buffer(rows, config.vocab_size, torch.float32)
         self.token_slot, self.token_position = (
             torch.zeros(step_tokens, dtype=torch.int32, device=device.on) for _ in range(2)
         )
@@ -102,7 +110,7 @@ class Forward:
         return sum(t.nbytes for t in (*buffers, pieces.partial, pieces.lse, pieces.pieces, pieces.arrived))
 
     def decode(self, rows: int) -> Tensor:
-        """Logits [rows, vocab] of the table's present step, all of whose rows decode; what of ``rows``
+        """float32 logits [rows, vocab] of the table's present step, all of whose rows decode; what of ``rows``
         is beyond its row count is padding."""
         table, eps, pdl = self.table, self.config.rms_eps, self.overlapped
         h, x = self.h[:rows], self.x[:rows]
@@ -111,8 +119,7 @@ class Forward:
         for i in range(len(self.layers)):
             self._decode_layer(i, rows)
         rms_norm(h, self.norm, eps, x, pdl=pdl)
-        torch.mm(x, self.head.t(), out=self.logits[:rows])
-        return self.logits[:rows]
+        return project_logits(x, self.head, self.logits[:rows])
 
     def _decode_layer(self, i: int, rows: int) -> None:
         layer, table, config, eps, pdl = self.layers[i], self.table, self.config, self.config.rms_eps, self.overlapped
@@ -154,8 +161,8 @@ class Forward:
             gemv(x, weight, residual, tile, bias=bias, residual=residual, pdl=self.overlapped)
 
     def extend(self, rows: int, tokens: int, decodes: int, extension: Extension) -> Tensor:
-        """Logits [rows, vocab] of each row's last new token. The first ``decodes`` rows have one token each and stand
-        first; ``tokens`` counts all new ones. ``h`` keeps the last layer's output of every token."""
+        """float32 logits [rows, vocab] of each row's last new token. The first ``decodes`` rows have one token each and
+        stand first; ``tokens`` counts all new ones. ``h`` keeps the last layer's output of every token."""
         table, config, eps = self.table, self.config, self.config.rms_eps
         h, x, qkv, attended = self.h[:tokens], self.x[:tokens], self.qkv[:tokens], self.attended[:tokens]
         gate_up, activated = self.gate_up[:tokens], self.activated[:tokens]
@@ -192,4 +199,4 @@ class Forward:
         """Final norm and head: hidden [n, hidden_size] -> logits [n, vocab]; n at most ``step_tokens``."""
         x = self.x[: len(hidden)]
         rms_norm(hidden, self.norm, self.config.rms_eps, x)
-        return torch.mm(x, self.head.t(), out=logits)
+        return project_logits(x, self.head, logits)
