@@ -242,6 +242,7 @@ class CudaRunner:
         starts = np.concatenate([[0], np.cumsum(batch.extend)])
         # The sampled rows' logits have been used: their buffer serves again.
         logits = self.forward.logits
+        stream = self.forward.residual(int(starts[-1])).stream
         block = min(_PROMPT_LOGIT_ROWS, len(logits))
         for row in np.flatnonzero(asked).tolist():
             slot, first, extend = int(batch.slots[row]), int(batch.cached[row]) + 1, int(batch.extend[row])
@@ -249,7 +250,7 @@ class CudaRunner:
             scores = PromptScores(extend, known, int(table.prompt_logprobs[slot]))
             for at in range(0, known, block):
                 n = min(block, known - at)
-                hidden = self.forward.h[starts[row] + at : starts[row] + at + n]
+                hidden = stream[starts[row] + at : starts[row] + at + n]
                 following = self.table.tokens[slot, first + at : first + at + n]
                 found = log_softmax_of(self.forward.head_of(hidden, logits[:n]), following, scores.top)
                 chosen, ids, values = (flight.pending.send(part) for part in found)

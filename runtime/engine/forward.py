@@ -6,6 +6,7 @@ Two entries over the same weights and buffers: ``decode`` (one token a row; fixe
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from runtime.models.decoder import rope_table
 
 # Batches whose products go through ``gemv``: there cuBLAS leaves part of the memory's rate unused.
 FEW_ROWS = (1, 2, 4)
+# In steps of up to so many tokens the residual stream is float32, which costs nothing there: a token's own rounding is
+# what decides near-ties. In larger ones it would cost a prefill 1.5 %.
+WIDE_TOKENS = 2048
 
 
 @dataclass(slots=True)
@@ -44,6 +48,13 @@ class Layer:
     down_bias: Tensor | None = None
 
 
+class Residual(NamedTuple):
+    """The residual stream of every token, [tokens, hidden_size], and room for the lines that are sampled from."""
+
+    stream: Tensor
+    last: Tensor
+
+
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = x @ weight.T + bias"""
     if bias is None:
@@ -62,7 +73,10 @@ def project_logits(x: Tensor, head: Tensor, logits: Tensor) -> Tensor:
 
 def project_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     """residual += x @ weight.T + bias; the sum is made in the product's float32 accumulator."""
-    residual.addmm_(x, weight.t())
+    if residual.dtype == x.dtype:
+        residual.addmm_(x, weight.t())
+    else:
+        torch.addmm(residual, x, weight.t(), residual.dtype, out=residual)
     if bias is not None:
         residual.add_(bias)
 
@@ -90,13 +104,16 @@ class Forward:
         def buffer(lines: int, width: int, dtype: torch.dtype = self.embedding.dtype) -> Tensor:
             return torch.zeros((lines, width), dtype=dtype, device=device.on)
 
-        self.h = buffer(step_tokens, config.hidden_size)  # the residual stream
+        self.narrow = Residual(buffer(step_tokens, config.hidden_size), buffer(rows, config.hidden_size))
+        self.wide = Residual(
+            buffer(max(min(step_tokens, WIDE_TOKENS), rows), config.hidden_size, torch.float32),
+            buffer(rows, config.hidden_size, torch.float32),
+        )
         self.x = buffer(step_tokens, config.hidden_size)  # normed
         self.qkv = buffer(step_tokens, qkv)
         self.attended = buffer(step_tokens, config.q_size)
         self.gate_up = buffer(step_tokens, 2 * config.mlp_size)
         self.activated = buffer(step_tokens, config.mlp_size)
-        self.last = buffer(rows, config.hidden_size)
         self.logits = buffer(rows, config.vocab_size, torch.float32)
         self.token_slot, self.token_position = (
             torch.zeros(step_tokens, dtype=torch.int32, device=device.on) for _ in range(2)
@@ -106,14 +123,18 @@ class Forward:
     @property
     def buffer_bytes(self) -> int:
         pieces = self.pieces
-        buffers = (self.h, self.x, self.qkv, self.attended, self.gate_up, self.activated, self.last, self.logits)
+        buffers = (*self.narrow, *self.wide, self.x, self.qkv, self.attended, self.gate_up, self.activated, self.logits)
         return sum(t.nbytes for t in (*buffers, pieces.partial, pieces.lse, pieces.pieces, pieces.arrived))
+
+    def residual(self, tokens: int) -> Residual:
+        """The buffers that a step of so many tokens uses."""
+        return self.wide if tokens <= len(self.wide.stream) else self.narrow
 
     def decode(self, rows: int) -> Tensor:
         """float32 logits [rows, vocab] of the table's present step, all of whose rows decode; what of ``rows``
         is beyond its row count is padding."""
         table, eps, pdl = self.table, self.config.rms_eps, self.overlapped
-        h, x = self.h[:rows], self.x[:rows]
+        h, x = self.wide.stream[:rows], self.x[:rows]
         embed(table.tokens, table.slots, table.positions, self.embedding, h)
         cut(table.slots, table.positions, table.decodes, rows, self.pieces, table.page_tokens)
         for i in range(len(self.layers)):
@@ -123,7 +144,8 @@ class Forward:
 
     def _decode_layer(self, i: int, rows: int) -> None:
         layer, table, config, eps, pdl = self.layers[i], self.table, self.config, self.config.rms_eps, self.overlapped
-        h, x, qkv, attended = self.h[:rows], self.x[:rows], self.qkv[:rows], self.attended[:rows]
+        h, x = self.wide.stream[:rows], self.x[:rows]
+        qkv, attended = self.qkv[:rows], self.attended[:rows]
         activated = self.activated[:rows]
         k_cache, v_cache = self.caches[i]
         rms_norm(h, layer.attn_norm, eps, x, pdl=pdl)
@@ -162,9 +184,11 @@ class Forward:
 
     def extend(self, rows: int, tokens: int, decodes: int, extension: Extension) -> Tensor:
         """float32 logits [rows, vocab] of each row's last new token. The first ``decodes`` rows have one token each and
-        stand first; ``tokens`` counts all new ones. ``h`` keeps the last layer's output of every token."""
+        stand first; ``tokens`` counts all new ones. ``residual(tokens).stream`` keeps the last layer's output of every
+        token."""
         table, config, eps = self.table, self.config, self.config.rms_eps
-        h, x, qkv, attended = self.h[:tokens], self.x[:tokens], self.qkv[:tokens], self.attended[:tokens]
+        stream, last = self.residual(tokens)
+        h, x, qkv, attended = stream[:tokens], self.x[:tokens], self.qkv[:tokens], self.attended[:tokens]
         gate_up, activated = self.gate_up[:tokens], self.activated[:tokens]
         token_slot, token_position = self.token_slot[:tokens], self.token_position[:tokens]
         expand(rows, table.slots, table.cached, table.starts, token_slot, token_position)
@@ -192,8 +216,8 @@ class Forward:
             project(x, layer.gate_up, layer.gate_up_bias, gate_up)
             silu_mul(gate_up, activated)
             project_add(activated, layer.down, layer.down_bias, h)
-        torch.index_select(h, 0, table.ends[:rows], out=self.last[:rows])
-        return self.head_of(self.last[:rows], self.logits[:rows])
+        torch.index_select(h, 0, table.ends[:rows], out=last[:rows])
+        return self.head_of(last[:rows], self.logits[:rows])
 
     def head_of(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """Final norm and head: hidden [n, hidden_size] -> logits [n, vocab]; n at most ``step_tokens``."""
