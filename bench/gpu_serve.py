@@ -5,7 +5,7 @@
 
 One start per model: 1, 32 and 256 concurrent streams of 512 tokens in and 256 out (token ids, greedy, no end of text),
 256 in three waves, then ``kill -9`` of the scheduler under 32 streams; at last the same engine without a server around
-it. Clients are processes of their own with raw sockets (bench/serve.py).
+it. With a spare engine: ``--kill-only --set supervision.standby=1``. Clients are processes of their own with raw sockets (bench/serve.py).
 """
 
 import argparse
@@ -160,6 +160,9 @@ def measure(name: str, config: ModelConfig, sizes: Sizes, options: argparse.Name
             print(f"\n{name}: ready {time.perf_counter() - begun:.1f} s after the start, {options.frontends} frontends")
             clients = Clients(f"http://127.0.0.1:{server.port}", options.clients)
             with clients.pool:
+                if options.kill_only:
+                    kill(name, server, clients, sizes, config)
+                    return
                 # Once before: connections, tokenizers and the like are there afterwards.
                 clients.load(options.clients, bodies(sizes, options.clients, 99, 8, config.vocab_size))
                 best = 0.0
@@ -260,6 +263,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a very small model and few streams, to try the steps")
+    parser.add_argument("--kill-only", action="store_true", help="only kill -9 of the scheduler under streams")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     if options.tiny:

@@ -106,6 +106,7 @@ def _runner(
         from runtime.engine.cuda import CudaRunner
 
         make: Any = CudaRunner
+        more["engines"] = 1 + config.supervision.standby
     else:
         from runtime.engine.cpu import CpuRunner
 

@@ -27,6 +27,7 @@ from runtime.models.loader import Progress, dummy, weight_bytes
 
 STEP_TOKENS = 16384
 _PROMPT_LOGIT_ROWS = 256
+_LIBRARY_BYTES = 3 << 29  # what a process takes beside its tensors: context, cuBLAS, kernels, graphs
 
 
 @dataclass(slots=True)
@@ -54,7 +55,8 @@ class CudaRunner:
     """Implements ``runtime.engine.batch.Runner`` with depth 2.
 
     ``dtype``: auto (the checkpoint's, bfloat16 for float32 ones) | bfloat16 | float16 | float32. ``kv_tokens`` 0: what
-    memory allows: free after loading - total * (1 - mem_fraction), at most all slots at full context. ``step_tokens``:
+    memory allows: free after loading - total * (1 - mem_fraction), at most all slots at full context. ``engines``: so
+    many share the GPU (a standby is one), each of which takes an equal part of total * mem_fraction. ``step_tokens``:
     most tokens in one step; the activation buffers are made for that many. ``device``: tests put another in place.
 
     Raises ModelError for whatever is wrong with the model or memory; the message says what to change.
@@ -72,6 +74,7 @@ class CudaRunner:
         quantization: str = "none",
         kv_tokens: int = 0,
         mem_fraction: float = 0.85,
+        engines: int = 1,
         step_tokens: int = STEP_TOKENS,
         dummy_weights: bool = False,
         progress: Progress | None = None,
@@ -88,7 +91,7 @@ class CudaRunner:
         with torch.inference_mode(), self.device.stream():
             try:
                 self._load(model_dir, slots, step_tokens, dummy_weights, progress)
-                self.num_pages = self._kv_pages(kv_tokens, mem_fraction, step_tokens, slots)
+                self.num_pages = self._kv_pages(kv_tokens, mem_fraction, engines, step_tokens, slots)
                 if progress is not None:
                     progress("kv", 0, self.num_pages * self._page_bytes)
                 self._make_caches()
@@ -143,7 +146,7 @@ class CudaRunner:
                 "else runs on the GPU, lower engine.step_tokens, or take a smaller model"
             )
 
-    def _kv_pages(self, kv_tokens: int, mem_fraction: float, step_tokens: int, slots: SlotTable) -> int:
+    def _kv_pages(self, kv_tokens: int, mem_fraction: float, engines: int, step_tokens: int, slots: SlotTable) -> int:
         gib = 2**30
         free = self.device.memory()[0]
         if kv_tokens:
@@ -155,7 +158,18 @@ class CudaRunner:
                 )
             return pages
         kept = int(self._total * (1 - mem_fraction))
-        pages = min((free - kept) // self._page_bytes, slots.slots * slots.context_pages)
+        room = free - kept
+        if engines > 1:
+            # What is free says nothing while the others load: each keeps to its part.
+            own = self._weight_bytes + self.forward.buffer_bytes + self.chooser.nbytes + _LIBRARY_BYTES
+            room = min(free, int(self._total * mem_fraction) // engines - own)
+        pages = min(room // self._page_bytes, slots.slots * slots.context_pages)
+        if pages < 1 and engines > 1:
+            raise ModelError(
+                f"{engines} engines share the GPU (supervision.standby = {engines - 1}), and an equal part of its "
+                f"{self._total * mem_fraction / gib:.2f} GiB (engine.mem_fraction = {mem_fraction}) leaves nothing for "
+                "the KV cache beside the weights; set standby = 0, raise mem_fraction, or take a smaller model"
+            )
         if pages < 1:
             raise ModelError(
                 f"no GPU memory is left for the KV cache: {free / gib:.2f} GiB are free after loading, and "

@@ -18,7 +18,7 @@ class InterpretedDevice:
         self.overlapped = False
         self.multiprocessors = 2
         self.captured = 0
-        self.free = 1 << 30
+        self.free = self.total = 1 << 30
 
     def stream(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -30,7 +30,7 @@ class InterpretedDevice:
         return torch.zeros(words, dtype=torch.int32)
 
     def memory(self) -> tuple[int, int]:
-        return self.free, 1 << 30
+        return self.free, self.total
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         self.captured += 1

@@ -1,5 +1,6 @@
 """The GPU runner against the CPU runner, through the engine, kernels interpreted: same requests, same tokens."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -145,8 +146,22 @@ def test_memory_is_accounted_for_and_bounded() -> None:
     device.free = 100 << 20
     with pytest.raises(ModelError, match=r"engine\.mem_fraction = 0\.85"):
         cuda_runner(config, slots, device=device)
+    with pytest.raises(ModelError, match=r"supervision\.standby = 1"):
+        cuda_runner(config, slots, engines=2)
     with pytest.raises(ModelError, match=r"engine\.kv_tokens"):
         cuda_runner(config, slots, kv_tokens=1 << 40)
+
+
+def test_engines_that_share_a_gpu_take_equal_parts() -> None:
+    """Whatever the others have taken by then."""
+    config = dataclasses.replace(MODELS["llama"], context_tokens=1 << 16)
+    slots = SlotTable(2, config.context_tokens, 16)
+    device = InterpretedDevice()
+    device.free = device.total = 3700 << 20
+    first = cuda_runner(config, slots, engines=2, device=device)
+    device.free -= sum(first.memory().values())
+    second = cuda_runner(config, slots, engines=2, device=device)
+    assert 0 < first.num_pages == second.num_pages < 2 * slots.context_pages
 
 
 def test_graphs_are_captured_once_a_size() -> None:
