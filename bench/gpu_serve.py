@@ -5,7 +5,8 @@
 
 One start per model: 1, 32 and 256 concurrent streams of 512 tokens in and 256 out (token ids, greedy, no end of text),
 256 in three waves, then ``kill -9`` of the scheduler under 32 streams; at last the same engine without a server around
-it. With a spare engine: ``--kill-only --set supervision.standby=1``. Clients are processes of their own with raw sockets (bench/serve.py).
+it. With a spare engine: ``--kill-only --set supervision.standby=1``. Clients are processes of their own with raw
+sockets (bench/serve.py).
 """
 
 import argparse
@@ -161,6 +162,8 @@ def measure(name: str, config: ModelConfig, sizes: Sizes, options: argparse.Name
             clients = Clients(f"http://127.0.0.1:{server.port}", options.clients)
             with clients.pool:
                 if options.kill_only:
+                    for spare in (path for path in server.actors() if path.startswith("standby") and "/" in path):
+                        server.wait_phase(spare, lambda actor: actor["state"] == "running")
                     kill(name, server, clients, sizes, config)
                     return
                 # Once before: connections, tokenizers and the like are there afterwards.
