@@ -54,7 +54,8 @@ class Process(Protocol):
         """For reports on a process that doesn't end: what the kernel says it does."""
 
     async def dump_stacks(self, limit_s: float) -> str:
-        """The Python stacks of all its threads, taken without its cooperation; "" if none came within the limit."""
+        """The Python stacks of all its threads, taken without its cooperation; "" if none came within the limit, or
+        none can come: a stopped process (SIGSTOP) isn't waited for."""
 
     def close(self) -> None:
         """Let go of every fd. Idempotent."""
@@ -165,14 +166,21 @@ class LocalProcess:
 
     def describe(self) -> str:
         try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = self._state()
             place = Path(f"/proc/{self.pid}/wchan").read_text()
         except OSError:
             return f"pid {self.pid}"
         return f"pid {self.pid}, state {state}" + (f", waiting in {place}" if place not in ("", "0") else "")
 
+    def _state(self) -> str:
+        """One letter (see proc_pid_stat(5)); raises OSError."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
     async def dump_stacks(self, limit_s: float) -> str:
         before = os.fstat(self._stacks).st_size
+        with contextlib.suppress(OSError):
+            if self._state() in "Tt":
+                return ""
         try:
             signal.pidfd_send_signal(self._pidfd, STACKS_SIGNAL)
         except ProcessLookupError:

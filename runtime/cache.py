@@ -43,6 +43,15 @@ def find_entry(key: str, made_from: dict[str, Any]) -> Path | None:
     return entry if same and whole else None
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What an entry's manifest says; empty for a folder that is none."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
 def build_once(
     key: str, made_from: dict[str, Any], build: Callable[[Path], dict[str, Any]], progress: Progress
 ) -> Path:

@@ -117,21 +117,24 @@ def _serve(config: "Config", arguments: argparse.Namespace) -> int:
 
 
 def _check(config: "Config", arguments: argparse.Namespace) -> int:
+    from runtime.engine.build import choose_quantization
     from runtime.models.config import ModelConfig, ModelError
     from runtime.sources import SourceError, cached, describe
     from runtime.tokenizer import TemplateError, Tokenizer, TokenizerError
 
-    model = config.model
+    model, note = config.model, ""
     where, weights = model.tokenizer, not model.dummy_weights
     try:
         found = describe(model.source, tokenizer=where, weights=weights)
         if files := cached(model.source, tokenizer=where, weights=weights):
             ModelConfig.from_folder(files.folder).with_context(model.context_tokens)
             Tokenizer(files.tokenizer, model.chat_template, files.folder)
+            if config.engine.device != "cuda" and model.quantization == "auto":
+                note = f"; on a CPU model.quantization is {choose_quantization(config, files, 'cpu')}"
     except (SourceError, ModelError, TokenizerError, TemplateError) as error:
         print(f"runtime: {error}", file=sys.stderr)
         return 1
-    print(f"{arguments.model or 'the built-in configuration'} is fine: {model.name}: {found}")
+    print(f"{arguments.model or 'the built-in configuration'} is fine: {model.name}: {found}{note}")
     return 0
 
 

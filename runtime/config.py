@@ -27,7 +27,10 @@ class ModelSection(Struct, frozen=True, forbid_unknown_fields=True):
     )
     name: Annotated[str, _doc("the name clients use; empty = derived from the source")] = ""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _doc("what the weights are computed in")] = "auto"
-    quantization: Annotated[Literal["none", "int8"], _doc("weight-only quantization, made while loading")] = "none"
+    quantization: Annotated[
+        Literal["auto", "none", "int8"],
+        _doc("of the weights, made while loading; auto = int8 on a CPU if the source was quantized already"),
+    ] = "auto"
     context_tokens: Annotated[int, _doc("longest prompt + output; 0 = the model's own limit", ge=0)] = 0
     tokenizer: Annotated[str, _doc("folder with tokenizer.json; empty = the source's")] = ""
     chat_template: Annotated[str, _doc("file with a Jinja chat template; empty = the model's")] = ""

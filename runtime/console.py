@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import actors
 
 from .config import Config
+from .service import ModelInfo
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -78,11 +79,12 @@ class Console:
         else:
             logger.debug("%s", event)
 
-    def ready(self, url: str, tree: actors.Snapshot | None = None) -> None:
-        """The server answers at ``url``: say so, and where the time went."""
+    def ready(self, url: str, tree: actors.Snapshot | None = None, model: ModelInfo | None = None) -> None:
+        """The server answers at ``url``: say so, with what numbers, and where the time went."""
         self.close()
         self._starting = False
-        self._say(f"{self._config.model.name} is ready at {url} after {self._now():.1f} s{_size_of(tree)}")
+        numbers = f", in {model.numbers} on {model.device}" if model is not None else ""
+        self._say(f"{self._config.model.name} is ready at {url} after {self._now():.1f} s{numbers}{_size_of(tree)}")
         # Supervisors, and actors that were up at once, have no phases to tell.
         told = {path: actor for path, actor in self._actors.items() if actor.phases}
         width = max(map(len, told), default=0)

@@ -44,10 +44,11 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _PIECE_ELEMENTS = 256 * 1024
 
 
-def convert(path: Path, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+def convert(path: Path, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> float:
     """Write the model in ``path`` into the existing, empty ``folder``. ``progress`` gets bytes written, bytes in all.
 
-    Raises GgufError for what can't be converted. What ``progress`` raises passes through (that is how to stop it).
+    Returns how many bits a weight took in ``path``. Raises GgufError for what can't be converted. What ``progress``
+    raises passes through (that is how to stop it).
     """
     with GgufFile(path) as source:
         config = model_config(source)
@@ -55,6 +56,7 @@ def convert(path: Path, folder: Path, progress: Callable[[int, int], None] = lam
         _write_json(folder / "config.json", config)
         _write_weights(source, config, folder / "model.safetensors", progress)
         _write_json(folder / "generation_config.json", _generation_config(source.metadata))
+        return source.weight_bits()
 
 
 def model_config(source: GgufFile) -> dict[str, Any]:

@@ -50,6 +50,12 @@ class GgufFile:
             self.close()
             raise
 
+    def weight_bits(self) -> float:
+        """How many bits a weight of the matrices takes, on average."""
+        matrices = [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
+        weights = sum(math.prod(tensor.shape) for tensor in matrices)
+        return 8 * sum(tensor.size_bytes for tensor in matrices) / max(weights, 1)
+
     def close(self) -> None:
         # An array that still looks into the mapping keeps it; it goes with the array.
         with contextlib.suppress(BufferError):

@@ -43,8 +43,13 @@ def configure(section: LogSection) -> None:
     stream = open(section.file, "a", encoding="utf-8") if section.file else sys.stderr  # noqa: SIM115  lives with us
     handler = _Quiet(stream)
     handler.setFormatter(JsonFormatter() if section.format == "json" else TextFormatter())
+    logging.getLogger().handlers[:] = [handler]
+    set_level(section)
+
+
+def set_level(section: LogSection) -> None:
+    """The one thing about it that changes while we run."""
     root = logging.getLogger()
-    root.handlers[:] = [handler]
     root.setLevel(section.level.upper())
     for chatty in ("hypercorn.access", "quart.app", "runtime.http.server"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))

@@ -15,11 +15,12 @@ Kind = Literal["folder", "gguf", "hub", "pypi", "unknown"]
 
 
 class Package(Struct, frozen=True):
-    """A package whose content we know: the wheel's digest and size, and the model's proper name."""
+    """A package whose content we know: the wheel's digest and size, the model's proper name, the bits of a weight."""
 
     sha256: str
     size_bytes: int
     model: str
+    weight_bits: float
 
 
 KNOWN_PACKAGES = {
@@ -27,6 +28,7 @@ KNOWN_PACKAGES = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         size_bytes=92_871_040,
         model="SmolLM2-135M-Instruct",
+        weight_bits=5.74,
     ),
 }
 

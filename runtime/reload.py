@@ -9,6 +9,7 @@ import msgspec
 import actors
 
 from .config import Config, ConfigError, all_keys
+from .log import set_level
 
 log = logging.getLogger("runtime.reload")
 
@@ -60,7 +61,7 @@ class Reloader:
             log.error("%s can't be used; nothing has changed: %s", error.where, "; ".join(error.problems))
             return
         self.config, changed, waiting = merged(self.config, new)
-        logging.getLogger().setLevel(self.config.log.level.upper())
+        set_level(self.config.log)
         log.warning("the configuration was read again; changed: %s", ", ".join(changed) or "nothing")
         if waiting:
             log.warning("these need a restart to change: %s", ", ".join(waiting))

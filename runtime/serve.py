@@ -62,7 +62,8 @@ async def _serve(config: Config, reread: Callable[[], Config], listener: socket.
                     tasks.start_soon(reloader.follow, path)
                 tasks.start_soon(_mind_signals, signals, tree, reloader, console)
                 await tree.supervisor.wait_started()
-                console.ready("http://{}:{}".format(*listener.getsockname()[:2]), tree.supervisor.snapshot())
+                url = "http://{}:{}".format(*listener.getsockname()[:2])
+                console.ready(url, tree.supervisor.snapshot(), tree.model)
                 await tree.supervisor.wait()
         except BaseException as error:
             return _verdict(error, console)

@@ -25,6 +25,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_tokens: int = 0
     memory_bytes: dict[str, int] = {}
 
+    @property
+    def numbers(self) -> str:
+        """What is computed with, such as "bfloat16, int8 weights"."""
+        return self.dtype if self.quantization in ("", "none") else f"{self.dtype}, {self.quantization} weights"
+
 
 class Delta(msgspec.Struct):
     """News of one generation: all that came since the last one. The last one has ``finish``."""

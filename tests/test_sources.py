@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 from ggufkit import random_model, write_gguf
 from sourcekit import Start, model_hub, plain_folder, processes_with, served, stalling_index, wheel
 from textkit import model_folder
@@ -364,10 +365,28 @@ def test_progress_shows_the_bytes_that_have_come(
     assert most > path.stat().st_size // 4
 
 
+@pytest.mark.parametrize(("kind", "quantized"), [("Q4_1", True), ("Q8_0", True), ("F16", False), ("BF16", False)])
+def test_a_source_that_was_quantized_is_known_as_such(tmp_path: Path, cache: Path, kind: str, quantized: bool) -> None:
+    file = write_gguf(tmp_path / "m.gguf", random_model("llama"), "llama", GGMLQuantizationType[kind])
+    files = resolve(str(file))
+    assert (files.quantized, cached(str(file))) == (quantized, files)
+    # An entry of before there was this note is not made anew.
+    manifest = Path(files.folder) / "manifest.json"
+    content = json.loads(manifest.read_bytes())
+    assert 4 < content.pop("weight_bits") < 17
+    manifest.write_text(json.dumps(content))
+    assert resolve(str(file)) == files
+
+
+def test_a_plain_folder_is_not_quantized(tmp_path: Path) -> None:
+    assert not resolve(str(plain_folder(tmp_path / "model"))).quantized
+
+
 def test_the_default_model_is_whole() -> None:
     files = resolve(DEFAULT_SOURCE)
     assert (files.name, Path(files.folder)) == ("SmolLM2-135M-Instruct", model_folder())
     assert files.weights_bytes > 2 * 134_000_000
+    assert files.quantized
 
 
 # ------------------------------------------------------------------------------------------------ the hub

@@ -10,6 +10,7 @@ import trio
 import actors
 from runtime.config import Config
 from runtime.frontend import open_frontend
+from runtime.log import configure, set_level
 from runtime.mailbox import DataPlane
 from runtime.peers import Peers
 from runtime_http.app import create_app, front_of
@@ -18,9 +19,11 @@ from runtime_http.options import Options
 from runtime_http.serve import LAST_WORDS_S, serve
 
 
-def reload(front: Front, config: Config) -> None:
+def reload(front: Front, own_process: bool, config: Config) -> None:
     """Requests from now on are judged by ``config``."""
     front.options = Options.of(config)
+    if own_process:
+        set_level(config.log)
 
 
 async def frontend(
@@ -31,6 +34,8 @@ async def frontend(
     ``listener_fd``: a listening socket, inherited or the process's own; it is duplicated. Serves from the first moment
     (503 until all is up); started when everything behind it is up. Drains when told, within the deadline it is given.
     """
+    if plane is None:
+        configure(config.log)
     local = plane is not None and not peers.detokenizer_is_process
     data_plane = plane or DataPlane()
     listener = socket.socket(fileno=os.dup(listener_fd))
@@ -53,7 +58,7 @@ async def frontend(
                 ctx.started(front.up)
 
             app = create_app(front)
-            front.on_reload = partial(reload, front_of(app))
+            front.on_reload = partial(reload, front_of(app), plane is None)
             nursery.start_soon(say_started)
             await serve(front, [listener], app=app, shutdown_trigger=drained)
             nursery.cancel_scope.cancel()

@@ -46,7 +46,9 @@ async def server_info(call: Call) -> Response:
     info = front.service.info
     return answer(
         {
-            "model": None if info is None else card(info),
+            "model": None
+            if info is None
+            else card(info) | {"device": info.device, "dtype": info.dtype, "quantization": info.quantization},
             "status": await front.service.status(),
             "http": front.stats.to_dict() | {"running": len(front.jobs), "draining": front.draining},
         }

@@ -53,8 +53,7 @@ class Bench:
     def title(self) -> str:
         info = self.info
         where = f"cpu, {self.threads} thread{'' if self.threads == 1 else 's'}" if info.device == "cpu" else info.device
-        how = info.dtype if info.quantization in ("", "none") else f"{info.dtype}, {info.quantization} weights"
-        return f"{info.name}: {how} on {where}"
+        return f"{info.name}: {info.numbers} on {where}"
 
     @cached_property
     def machine(self) -> Machine:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from runtime.config import Config
+from runtime.engine import native
 from runtime.engine.batch import Runner, SlotTable
 from runtime.engine.core import EngineCore, WarmUp
 from runtime.engine.scheduler import EngineConfig
@@ -28,6 +29,15 @@ class Defaults(NamedTuple):
 
 # The CPU's costs: bench/fairness.py shows what streams feel of a long prompt.
 DEFAULTS = {"cpu": Defaults(32, 1024, 256, 12, 1024), "cuda": Defaults(256, 16384, 2048, 0, 0)}
+
+
+def choose_quantization(config: Config, files: ModelFiles, device: str) -> str:
+    """What ``auto`` means here: int8 where our kernels multiply it and a model, coming from a file of 8 bits or fewer,
+    loses next to nothing by it. Who asks for a dtype gets the numbers that it holds."""
+    if config.model.quantization != "auto":
+        return config.model.quantization
+    ours = device == "cpu" and native.library() is not None
+    return "int8" if ours and files.quantized and config.model.dtype == "auto" else "none"
 
 
 def _params(tokens: int, temperature: float, **more: Any) -> SamplingParams:
@@ -61,10 +71,11 @@ def build(config: Config, files: ModelFiles, phase: Phase, *, streams: bool = Tr
     device = config.engine.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    quantization = choose_quantization(config, files, device)
     engine, defaults = config.engine, DEFAULTS[device]
     running = engine.max_running_requests or defaults.running_requests
     slots = SlotTable(running, model.context_tokens, engine.page_tokens)
-    runner = _runner(device, config, files, model, slots, phase)
+    runner = _runner(device, quantization, config, files, model, slots, phase)
     step_tokens = engine.step_tokens or defaults.step_tokens
     # Nobody waits for the next token: prompts may take whole steps. A number of the user's own counts as it stands.
     fair = streams and not engine.mixed_tokens
@@ -90,7 +101,7 @@ def build(config: Config, files: ModelFiles, phase: Phase, *, streams: bool = Tr
         created=int(time.time()),
         max_prompt_tokens=min(model.context_tokens, runner.num_pages * runner.page_tokens),
         dtype=str(getattr(runner, "dtype", "")).removeprefix("torch."),
-        quantization=config.model.quantization,
+        quantization=quantization,
         device=device,
         kv_tokens=runner.num_pages * runner.page_tokens,
         memory_bytes=runner.memory(),
@@ -99,7 +110,13 @@ def build(config: Config, files: ModelFiles, phase: Phase, *, streams: bool = Tr
 
 
 def _runner(
-    device: str, config: Config, files: ModelFiles, model: ModelConfig, slots: SlotTable, phase: Phase
+    device: str,
+    quantization: str,
+    config: Config,
+    files: ModelFiles,
+    model: ModelConfig,
+    slots: SlotTable,
+    phase: Phase,
 ) -> Runner:
     more: dict[str, Any] = {}
     if device == "cuda":
@@ -118,7 +135,7 @@ def _runner(
         model,
         slots,
         dtype=config.model.dtype,
-        quantization=config.model.quantization,
+        quantization=quantization,
         kv_tokens=config.engine.kv_tokens,
         mem_fraction=config.engine.mem_fraction,
         dummy_weights=config.model.dummy_weights,

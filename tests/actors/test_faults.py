@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -90,6 +91,19 @@ async def test_beats_and_phases_keep_an_actor_alive() -> None:
         assert isinstance(down.reason, Unresponsive) and "state T" in down.reason.stacks
         assert sup.ref("beats").generation == beats.generation
         assert sup.ref("idles").generation == idles.generation
+
+
+async def test_nobody_waits_for_the_stacks_of_a_stopped_process() -> None:
+    launched = actors.LocalLauncher().launch(process("p", targets.echo), "/p", 1.0)
+    try:
+        os.kill(launched.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, launched.pid, os.WSTOPPED)  # noqa: ASYNC222  at once, by the line above
+        assert await launched.dump_stacks(math.inf) == ""
+    finally:
+        launched.kill()
+        await launched.wait()
+        launched.reap()
+        launched.close()
 
 
 async def test_sigstop_in_start_and_in_stop() -> None:

@@ -113,28 +113,40 @@ def wait_whole(server: Server) -> None:
 
 
 def footprint(server: Server) -> dict[str, int]:
-    """What the whole tree holds: processes, threads, open files; and the root's memory."""
+    """What the whole tree holds: processes, threads, open files, files and memory; the root's memory by itself."""
     root = server.process.pid
     family = {root, *descendants(root)}
-    total = {"processes": len(family), "threads": 0, "fds": 0, "sockets": 0, "root_kb": 0}
+    total = dict.fromkeys(("threads", "fds", "sockets", "files", "root_kb", "tree_kb"), 0)
+    total["processes"] = len(family)
     for pid in family:
-        total["threads"] += len(os.listdir(f"/proc/{pid}/task"))
-        total["fds"] += len(os.listdir(f"/proc/{pid}/fd"))
+        with contextlib.suppress(OSError):  # it ends just now
+            total["threads"] += len(os.listdir(f"/proc/{pid}/task"))
+            total["fds"] += len(os.listdir(f"/proc/{pid}/fd"))
+            total["tree_kb"] += resident_kb(pid)
     for line in Path("/proc/net/unix").read_text().splitlines():
         total["sockets"] += "@runtime-" in line and " 00010000 " in line  # listening; of all servers on this machine
-    for line in Path(f"/proc/{root}/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            total["root_kb"] = int(line.split()[1])
+    for folder in ("/dev/shm", "/tmp"):
+        total["files"] += sum("runtime" in name or "actor" in name for name in os.listdir(folder))
+    total["root_kb"] = resident_kb(root)
     return total
+
+
+def resident_kb(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmRSS")), 0)
 
 
 def settled(server: Server) -> dict[str, int]:
     """The footprint as soon as it has not changed for a moment: connections close, threads end."""
+
+    def counts(of: dict[str, int]) -> dict[str, int]:
+        return {name: count for name, count in of.items() if not name.endswith("_kb")}
+
     seen = footprint(server)
     for _ in range(20):
         time.sleep(0.2)
         now = footprint(server)
-        if {**now, "root_kb": 0} == {**seen, "root_kb": 0}:
+        if counts(now) == counts(seen):
             return now
         seen = now
     return seen

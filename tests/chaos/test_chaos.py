@@ -89,8 +89,8 @@ def test_soak(load: Load, pytestconfig: pytest.Config) -> None:
     rounds, draw = every_round(load.server), random.Random(pytestconfig.getoption("chaos_seed"))
     seen: list[dict[str, int]] = []
     lost = 0
-    until = time.monotonic() + 60 * minutes
-    while time.monotonic() < until:
+    began = time.monotonic()
+    while time.monotonic() < began + 60 * minutes:
         chosen = draw.choice(rounds)
         try:
             lost += play(load, chosen)
@@ -98,8 +98,9 @@ def test_soak(load: Load, pytestconfig: pytest.Config) -> None:
             error.add_note(f"after {len(seen)} rounds: {chosen}")
             raise
         seen.append(settled(load.server))
+        print(f"{time.monotonic() - began:6.0f} s, {chosen}: {seen[-1]}", flush=True)
     quarter = max(len(seen) // 4, 1)  # the first quarter warms up
-    for what in ("processes", "threads", "fds", "root_kb"):
+    for what in ("processes", "threads", "fds", "files", "root_kb", "tree_kb"):
         early = median(each[what] for each in seen[quarter : 2 * quarter] or seen)
         late = median(each[what] for each in seen[-quarter:])
         print(f"soak: {len(seen)} rounds, {lost} lost, {what}: {early} -> {late}")

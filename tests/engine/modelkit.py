@@ -16,7 +16,7 @@ VOCAB = 320
 FAMILIES = ("llama3", "qwen2", "qwen3", "mistral", "llama-linear")
 
 
-def save_checkpoint(folder: Path, family: str, max_shard_size: str = "1GB") -> Any:
+def save_checkpoint(folder: Path, family: str, max_shard_size: str = "1GB", context_tokens: int = 1024) -> Any:
     """Saves a model of the family with random weights, sharp enough that greedy choices are clear; returns it."""
     import transformers
 
@@ -27,7 +27,7 @@ def save_checkpoint(folder: Path, family: str, max_shard_size: str = "1GB") -> A
         "num_hidden_layers": 3,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": context_tokens,
         "eos_token_id": 2,
         "bos_token_id": 1,
         "initializer_range": 0.15,

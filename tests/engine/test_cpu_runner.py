@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 import torch
 from modelkit import FAMILIES, VOCAB, Driver, built_library, output, prompts, save_checkpoint
+from msgspec import structs
 
+from runtime.config import config_from
+from runtime.engine import native
 from runtime.engine.batch import SlotTable
+from runtime.engine.build import choose_quantization
 from runtime.engine.cpu import CpuRunner, choose_dtype
 from runtime.models.config import ModelConfig, ModelError
+from runtime.sources import ModelFiles
 
 
 class Saved:
@@ -248,3 +253,19 @@ def test_auto_dtype_keeps_float32_checkpoints(llama: Saved) -> None:
     half = dataclasses.replace(llama.config, dtype="bfloat16")
     assert choose_dtype("auto", half, native=True) is torch.bfloat16
     assert choose_dtype("float32", half, native=True) is torch.float32
+
+
+def test_auto_quantization_is_for_sources_that_were_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ModelFiles("m", "m", "m", "", (), 0)
+    files = structs.replace(plain, quantized=True)
+
+    def chosen(files: ModelFiles, device: str = "cpu", **model: str) -> str:
+        return choose_quantization(config_from({"model": model}), files, device)
+
+    monkeypatch.setattr(native, "library", lambda: object())
+    assert (chosen(files), chosen(plain)) == ("int8", "none")
+    assert chosen(files, "cuda") == "none"
+    assert chosen(files, dtype="float32") == chosen(files, dtype="bfloat16") == "none"
+    assert (chosen(files, quantization="none"), chosen(plain, quantization="int8")) == ("none", "int8")
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert chosen(files) == "none"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from modelkit import Driver, prompts, save_checkpoint
+from modelkit import Driver, built_library, prompts, save_checkpoint
 
 from runtime.engine import native
 from runtime.engine.batch import SlotTable
@@ -68,6 +68,54 @@ def test_other_processors_variants_agree_with_transformers(
         for at, logprob in enumerate(sampled, len(text)):
             assert logprob == pytest.approx(float(expected[at - 1, tokens[at]]), abs=tolerance)
         runner.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_contexts_are_the_same_bits_in_any_company(dtype: str, tmp_path: Path) -> None:
+    """Attention over a context of several segments is shared out in many ways; none changes a bit."""
+    built_library(tmp_path / "build")
+    model = save_checkpoint(tmp_path / "model", "qwen3", context_tokens=1700)
+    config = ModelConfig.from_folder(tmp_path / "model")
+    long = [token for part in prompts(80, 120, seed=4) for token in part][:1530]
+    others = prompts(20, 700, seed=12)
+    seen: dict[tuple[int, ...], list[object]] = {}
+    for case in (
+        (16, 1, 1 << 30, 0),  # page size, threads, chunk, requests beside it
+        (16, 2, 1 << 30, 0),
+        (1, 2, 1, 2),
+        (64, 2, 8, 19),
+        (16, 3, 37, 1),
+        (16, 4, 500, 5),
+        (64, 8, 1 << 30, 19),
+        (16, 1, 13, 3),
+    ):
+        page_tokens, threads, chunk, crowd = case
+        slots = SlotTable(20, config.context_tokens, page_tokens)
+        runner = CpuRunner(
+            tmp_path / "model", config, slots, dtype=dtype, kv_tokens=20 * 1700, threads=threads, use_native=True
+        )
+        driver = Driver(runner, slots, seed=chunk)
+        live = driver.open(long, 12, logprobs=2, prompt_logprobs=1)
+        for text in others[:crowd]:
+            driver.open(text, 1600 - len(text), temperature=1.0, seed=3)
+        tokens = driver.run(live, chunk)
+        said: list[object] = [*tokens]
+        for batch, i, result in live.results:
+            if i in result.prompt_logprobs:
+                said += result.prompt_logprobs[i][0][: len(long) - 1 - int(batch.cached[i])].tolist()
+            if batch.sample[i]:
+                said += [result.logprobs[i][0], *result.logprobs[i][2].tolist()]
+        seen[case] = said
+        runner.close()
+    first = next(iter(seen.values()))
+    assert len(first) == 12 + len(long) - 1 + 12 * 3
+    assert [case for case, said in seen.items() if said != first] == []
+    if dtype == "float32":
+        with torch.inference_mode():
+            ids = torch.tensor([[*long, *map(int, first[:12])]])  # type: ignore[call-overload]
+            expected = model(ids).logits[0].log_softmax(-1)
+        scores = expected[:-1].gather(1, ids[0, 1:, None])[: len(long) - 1, 0]
+        torch.testing.assert_close(torch.tensor(first[12 : 12 + len(long) - 1]), scores, atol=1e-3, rtol=0)
 
 
 def test_a_build_is_found_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ class TestReadiness:
                 assert response.json()["error"]["type"] == "service_unavailable_error"
             server.service.info = ScriptedService().info
             server.service.is_ready = True
+            assert http.get("/server_info").json()["model"].keys() >= {"id", "device", "dtype", "quantization"}
             assert http.get("/ready").status_code == 200
             ask(http, "/v1/completions", {"model": "scripted", "prompt": "Hi"})
 

@@ -1,5 +1,6 @@
 """SIGHUP: what can change while the server runs does, also for actors that are restarted later."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -39,3 +40,34 @@ def test_a_reload(placement: tuple[str, ...], tmp_path: Path) -> None:
             while status(server, "new") != 200:
                 assert server.process.poll() is None
             assert status(server, "old") == 401
+
+
+def test_a_process_of_the_front_logs_as_the_root_does(tmp_path: Path) -> None:
+    tokenizer = "http/frontend0/tokenizer"
+    words = f"{tokenizer} gave no answer"
+
+    def set_file(level: str, key: str) -> None:
+        file.write_text(f'[http]\napi_keys = ["{key}"]\n[log]\nformat = "json"\nlevel = "{level}"\n')
+
+    def have_it_say_something(key: str) -> None:
+        headers = {"Authorization": f"Bearer {key}"}
+        stuck = {"actor": tokenizer, "fault": "stuck"}
+        assert server.request("POST", "/debug/fault", stuck, headers).status == 200
+        assert status(server, key) == 200
+
+    file = tmp_path / "model.toml"
+    set_file("warning", "old")
+    settings = ("supervision.placement.frontend=process", "supervision.debug_faults=true")
+    with Server(tmp_path, str(file), settings=(*settings, "supervision.hang_timeout_s=2")) as server:
+        server.wait_ready()
+        have_it_say_something("old")
+        server.wait_log(words)
+        (line,) = [line for line in server.log.splitlines() if words in line]
+        assert json.loads(line)["logger"] == "runtime.tokenizer"
+
+        set_file("error", "new")
+        server.process.send_signal(signal.SIGHUP)
+        while status(server, "new") != 200:
+            assert server.process.poll() is None
+        have_it_say_something("new")
+        assert server.log.count(words) == 1

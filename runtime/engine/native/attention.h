@@ -1,7 +1,9 @@
 // Causal attention of a few tokens of one request over its pages, for some of its key/value heads.
 //
 // Keys and values pass by in blocks of 64 positions counted from the request's start, whatever the page size and
-// however the tokens are cut into steps, so a token's result is the same bits in a chunk as alone.
+// however the tokens are cut into steps, so a token's result is the same bits in a chunk as alone. Every 512 positions,
+// a segment, a sum begins anew, and segments' sums are added in order: so whether one thread passes through all of them
+// or each is somebody else's work changes no bit either.
 // Over bfloat16 pages queries and weights are rounded to bfloat16 too, and products are taken in pairs.
 #pragma once
 #include <algorithm>
@@ -9,8 +11,12 @@
 
 #include "vec.h"
 
-constexpr int BLOCK = 64;  // positions
-constexpr int ROWS = 48;   // query rows (tokens * heads of the group) that a unit of work aims at
+constexpr int BLOCK = 64;      // positions
+constexpr int SEGMENT = 512;   // positions; whole blocks
+constexpr int ROWS = 48;       // query rows (tokens * heads of the group) of one head that a unit of work aims at
+constexpr int ALL_ROWS = 160;  // with more query rows than this, a unit's key/value heads are worked on apart
+
+inline int segments(int length) { return (length + SEGMENT - 1) / SEGMENT; }
 
 struct Pages {
     const int32_t* pages;  // of one request, by logical page
@@ -25,6 +31,8 @@ struct Pages {
 //   keys     [head_dim][BLOCK]      pairs along head_dim
 //   values   [BLOCK][wide]          pairs along positions
 //   weights  [rows][BLOCK]          pairs along positions
+// What a segment says of a query row is a record: the weighted values so far [wide], then the largest score and the sum
+// of weights, both relative to it.
 template <class T>
 struct Attention {
     static constexpr bool PAIRS = std::is_same<T, bf16>::value;
@@ -33,26 +41,61 @@ struct Attention {
     typedef typename std::conditional<PAIRS, uint32_t, float>::type Word;
 
     const int heads, kv_heads, head_dim, words, wide;  // query heads of a group; words of a key; head_dim padded to 16
+    const int record;                                  // floats of one
     Word *query, *keys, *values, *weights;
-    float *scores, *out, *most, *total;
+    float *scores, *sums, *more, *out;  // out: the records that are being written
 
-    // Query rows of the largest unit: a few tokens of one head, or one token of all heads.
-    static int rows(int group, int kv_heads) { return std::max({ROWS, group, group * kv_heads}); }
+    // Query rows of the largest unit: a few tokens of one head, or of all heads.
+    static int rows(int group, int kv_heads) { return std::max({ROWS, ALL_ROWS, group * kv_heads}); }
+    static int record_floats(int head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
     static size_t floats(int group, int kv_heads, int head_dim) {
         size_t wide = (head_dim + 15) / 16 * 16;
-        return (size_t)rows(group, kv_heads) * (2 * wide + 2 * BLOCK + 2) + 2 * BLOCK * wide + 16;
+        return (size_t)rows(group, kv_heads) * (wide + 2 * BLOCK + 2 * record_floats(head_dim)) + 2 * BLOCK * wide;
     }
     Attention(float* memory, int group, int all_kv_heads, int dim)
-        : heads(group), kv_heads(all_kv_heads), head_dim(dim), words(dim / PER), wide((dim + 15) / 16 * 16) {
+        : heads(group), kv_heads(all_kv_heads), head_dim(dim), words(dim / PER), wide((dim + 15) / 16 * 16),
+          record(record_floats(dim)) {
         const size_t n = rows(group, kv_heads);
         keys = (Word*)memory, values = keys + BLOCK * wide, query = values + BLOCK * wide, weights = query + n * wide;
-        scores = (float*)weights + n * BLOCK, out = scores + n * BLOCK, most = out + n * wide, total = most + n;
+        scores = (float*)weights + n * BLOCK, sums = scores + n * BLOCK, more = sums + n * record, out = sums;
     }
 
     // Key/value heads [head, last): queries [tokens][stride] from query head 0 on, roped, at positions first,
     // first + 1, ...; results to target, strided alike. layer_keys, layer_values: [place][kv_heads][head_dim].
     void run(const Pages& pages, const T* layer_keys, const T* layer_values, int head, int last, int first, int tokens,
              const float* queries, int64_t stride, float* target, int64_t target_stride) {
+        take(head, last, tokens, queries, stride);
+        const int length = first + tokens;
+        touch(pages, layer_keys, layer_values, head, last, 0, std::min(BLOCK, length));
+        for (int start = 0; start < length; start += SEGMENT) {
+            out = start ? more : sums;
+            pass(pages, layer_keys, layer_values, head, last, first, tokens, start, std::min(start + SEGMENT, length),
+                 length);
+            if (start) add(sums, more, start, head, last, first, tokens);
+        }
+        finish(sums, head, last, tokens, target, target_stride);
+    }
+
+    // One segment of that, up to its records [heads][tokens][group's heads]; what lies behind a token says nothing.
+    void run_segment(const Pages& pages, const T* layer_keys, const T* layer_values, int head, int last, int first,
+                     int tokens, int start, const float* queries, int64_t stride, float* records) {
+        take(head, last, tokens, queries, stride);
+        const int end = std::min(start + SEGMENT, first + tokens);
+        touch(pages, layer_keys, layer_values, head, last, start, std::min(start + BLOCK, end));
+        out = records;
+        pass(pages, layer_keys, layer_values, head, last, first, tokens, start, end, end);
+    }
+
+    // The records of all segments, one after the other, become results.
+    void join(float* records, int head, int last, int first, int tokens, float* target, int64_t target_stride) {
+        const size_t size = (size_t)(last - head) * tokens * heads * record;
+        for (int start = SEGMENT; start < first + tokens; start += SEGMENT)
+            add(records, records + start / SEGMENT * size, start, head, last, first, tokens);
+        finish(records, head, last, tokens, target, target_stride);
+    }
+
+   private:
+    void take(int head, int last, int tokens, const float* queries, int64_t stride) {
         const int count = tokens * heads;  // rows of one key/value head: [tokens][heads of its group]
         const float scale = 1.0f / std::sqrt((float)head_dim);
         for (int h = head; h < last; h++)
@@ -62,32 +105,57 @@ struct Attention {
                 int d = 0;
                 for (; d + 16 <= head_dim; d += 16) store16((T*)(query + r * wide) + d, load16(from + d) * scale);
                 for (; d < head_dim; d++) from_float((T*)(query + r * wide) + d, from[d] * scale);
-                for (d = 0; d < wide; d += 16) store(out + r * wide + d, f32x16{});
-                most[r] = -INFINITY, total[r] = 0;
             }
-        const int length = first + tokens;
-        touch(pages, layer_keys, layer_values, head, last, 0, std::min(BLOCK, length));
-        for (int start = 0; start < length; start += BLOCK) {
-            const int here = std::min(BLOCK, length - start), next = start + BLOCK;
-            for (int h = head; h < last; h++) {
-                gather(pages, layer_keys, layer_values, h, start, here);
+    }
+
+    // Positions [start, end) of one segment; up to `until` they are touched in advance.
+    void pass(const Pages& pages, const T* layer_keys, const T* layer_values, int head, int last, int first, int tokens,
+              int start, int end, int until) {
+        const int count = tokens * heads, n = last - head;
+        for (int r = 0; r < n * count; r++) {
+            for (int d = 0; d < wide; d += 16) store(out + r * record + d, f32x16{});
+            out[r * record + wide] = -INFINITY, out[r * record + wide + 1] = 0;
+        }
+        for (; start < end; start += BLOCK) {
+            const int here = std::min(BLOCK, end - start), next = start + BLOCK;
+            for (int h = 0; h < n; h++) {
+                gather(pages, layer_keys, layer_values, head + h, start, here);
                 // The next block is touched while this one is worked on, a share with each head.
-                const int ahead = std::max(0, std::min(BLOCK, length - next)), n = last - head;
-                touch(pages, layer_keys, layer_values, head, last, next + ahead * (h - head) / n,
-                      next + ahead * (h - head + 1) / n);
-                block((h - head) * count, count, first, start, here);
+                const int ahead = std::max(0, std::min(BLOCK, until - next));
+                touch(pages, layer_keys, layer_values, head, last, next + ahead * h / n, next + ahead * (h + 1) / n);
+                block(h * count, count, first, start, here);
             }
         }
+    }
+
+    // Adds the records of the segment from `start` on to those of all before. Never inlined: compiled once, it rounds
+    // in one way.
+    __attribute__((noinline)) void add(float* to, const float* from, int start, int head, int last, int first,
+                                       int tokens) {
+        const int count = tokens * heads;
+        for (int r = 0; r < (last - head) * count; r++) {
+            if (first + r % count / heads < start) continue;  // the segment lies behind this token
+            float* a = to + r * record;
+            const float* b = from + r * record;
+            const float largest = a[wide] > b[wide] ? a[wide] : b[wide];
+            const f32x16 shrink = exp16(f32x16{a[wide], b[wide]} - largest);
+            const f32x16 x = splat(shrink[0]), y = splat(shrink[1]);
+            for (int d = 0; d < wide; d += 16) store(a + d, load16(a + d) * x + load16(b + d) * y);
+            a[wide] = largest, a[wide + 1] = a[wide + 1] * shrink[0] + b[wide + 1] * shrink[1];
+        }
+    }
+
+    void finish(const float* records, int head, int last, int tokens, float* target, int64_t target_stride) {
+        const int count = tokens * heads;
         for (int h = head; h < last; h++)
             for (int i = 0; i < count; i++) {
                 float* to = target + (i / heads) * target_stride + (h * heads + i % heads) * head_dim;
-                const float* from = out + ((h - head) * count + i) * wide;
-                const float inverse = 1.0f / total[(h - head) * count + i];
+                const float* from = records + ((h - head) * count + i) * record;
+                const float inverse = 1.0f / from[wide + 1];
                 for (int d = 0; d < head_dim; d++) to[d] = from[d] * inverse;
             }
     }
 
-   private:
     // Rows [r, r + count) meet a block.
     void block(int start_row, int count, int first, int start, int here) {
         for (int i = 0; i < count; i += 2) {
@@ -186,9 +254,9 @@ struct Attention {
 
     // Scores of row r become weights relative to the largest score so far; positions from `visible` on get none.
     void soften(int r, int visible) {
-        float* s = scores + r * BLOCK;
+        float *s = scores + r * BLOCK, *sum_of = out + r * record, &most = sum_of[wide], &total = sum_of[wide + 1];
         for (int j = std::max(visible, 0); j < BLOCK; j++) s[j] = -INFINITY;
-        f32x16 v[4], best = splat(most[r]), sum = {};
+        f32x16 v[4], best = splat(most), sum = {};
         UNROLL for (int c = 0; c < 4; c++) best = max16(best, v[c] = load16(s + 16 * c));
         const float largest = largest16(best);
         UNROLL for (int c = 0; c < 4; c++) {
@@ -197,18 +265,18 @@ struct Attention {
             if constexpr (PAIRS) store((bf16*)(weights + r * BLOCK) + 16 * c, to_bf16(weight));
             else store(weights + r * BLOCK + 16 * c, weight);
         }
-        const float shrink = most[r] == largest ? 1.0f : exp16(splat(most[r] - largest))[0];
-        most[r] = largest;
-        total[r] = total[r] * shrink + sum16(sum);
+        const float shrink = most == largest ? 1.0f : exp16(splat(most - largest))[0];
+        most = largest;
+        total = total * shrink + sum16(sum);
         if (shrink != 1)
-            for (int d = 0; d < wide; d += 16) store(out + r * wide + d, load16(out + r * wide + d) * shrink);
+            for (int d = 0; d < wide; d += 16) store(sum_of + d, load16(sum_of + d) * shrink);
     }
 
     template <int R, int N>
     void weigh(int r, int d, int here) {
         f32x16 sum[R][N];
         UNROLL for (int i = 0; i < R; i++)
-            UNROLL for (int c = 0; c < N; c++) sum[i][c] = load16(out + (r + i) * wide + d + 16 * c);
+            UNROLL for (int c = 0; c < N; c++) sum[i][c] = load16(out + (r + i) * record + d + 16 * c);
         for (int j = 0; j < (here + PER - 1) / PER; j++) {
             UNROLL for (int c = 0; c < N; c++) {
                 Words v = load<Words>(values + j * wide + d + 16 * c);
@@ -216,6 +284,6 @@ struct Attention {
             }
         }
         UNROLL for (int i = 0; i < R; i++)
-            UNROLL for (int c = 0; c < N; c++) store(out + (r + i) * wide + d + 16 * c, sum[i][c]);
+            UNROLL for (int c = 0; c < N; c++) store(out + (r + i) * record + d + 16 * c, sum[i][c]);
     }
 };

@@ -1,5 +1,7 @@
 // A step of a decoder on a team of threads: token ids in, hidden states and logits out, one call from Python.
 // The structs are mirrored in model.py.
+#include <deque>
+
 #include "attention.h"
 #include "linear.h"
 #include "pool.h"
@@ -53,6 +55,8 @@ struct Engine {
 
 namespace {
 
+constexpr int GATHER = 10;  // bringing a position's key and value costs as much as so many query rows
+constexpr size_t MOST_RECORDS = 16 << 20;  // floats; contexts beyond are not split
 constexpr int FEW = 16;  // up to this many tokens, every thread prepares all operands for itself and waits for nobody
 
 void norm_row(const float* x, const float* weight, int n, float eps, float* out, int width) {
@@ -87,6 +91,14 @@ void copy_row(T* to, const float* from, int n) {
 struct Unit {  // attention of some tokens of one request for key/value heads [head, last)
     int32_t row, first, tokens, head, last;  // tokens of the row from the first-th on
     int32_t token;                           // the first one's place in the step
+    int32_t segment, split;                  // only this segment, a part of that split; or all, and none (-1)
+};
+
+struct Split {  // a unit whose segments are units of their own; who finishes the last one joins them
+    size_t records;
+    int32_t parts;
+    std::atomic<int32_t> left;
+    Split(size_t at, int32_t parts) : records(at), parts(parts), left(parts) {}
 };
 
 // One step in flight: its memory and the phases.
@@ -124,32 +136,69 @@ class Forward {
     size_t operand_size, scratch_size;
     std::vector<int32_t> token_row, token_position;
     std::vector<Unit> units;
+    std::deque<Split> splits;
+    float* records;
 
     bool arrange() {
         const int widest = std::max({x_stride, attn_stride, act_stride}), team = e.pool.threads();
+        const size_t record_floats = share_out();
         operand_size = (operand_bytes(tokens, widest) + 63) / 64 * 64;
         scratch_size = (std::max(Attention<float>::floats(group, m.kv_heads, m.head_dim), (size_t)widest) + 15) / 16 * 16;
-        const size_t floats = (size_t)tokens * (x_stride + qkv_stride + attn_stride + act_stride);
+        const size_t floats = (size_t)tokens * (x_stride + qkv_stride + attn_stride + act_stride) + record_floats;
         char* memory = e.workspace(floats * 4 + (few ? team : 1) * operand_size + team * scratch_size * 4);
         if (!memory) return false;
         x = (float*)memory, qkv = x + (size_t)tokens * x_stride, attn = qkv + (size_t)tokens * qkv_stride;
-        act = attn + (size_t)tokens * attn_stride, scratch = act + (size_t)tokens * act_stride;
-        operands = (char*)(scratch + team * scratch_size);
-        const int block = std::max(1, ROWS / group);
+        act = attn + (size_t)tokens * attn_stride, records = act + (size_t)tokens * act_stride;
+        scratch = records + record_floats, operands = (char*)(scratch + team * scratch_size);
+        return true;
+    }
+
+    // Cuts attention into units of work. Returns how many floats the records of segments take.
+    size_t share_out() {
+        const int team = e.pool.threads(), block = std::max(1, ROWS / group);
+        int pieces = 0;
+        for (int r = 0; r < s.rows; r++) pieces += ceil_div(s.extend[r], block) * segments(s.cached[r] + s.extend[r]);
+        std::vector<Unit> whole;
+        int64_t work = 0;
         for (int r = 0, before = 0; r < s.rows; r++) {
             for (int i = 0; i < s.extend[r]; i++) token_row.push_back(r), token_position.push_back(s.cached[r] + i);
-            // All heads of a decoding row together read its pages from end to end; few rows are shared out by heads.
-            const int heads = s.extend[r] == 1 && s.rows >= 2 * team ? m.kv_heads : 1;
-            for (int i = 0; i < s.extend[r]; i += block)
-                for (int h = 0; h < m.kv_heads; h += heads)
-                    units.push_back({r, i, std::min(block, s.extend[r] - i), h, h + heads, before + i});
+            for (int i = 0; i < s.extend[r]; i += block) {
+                const int count = std::min(block, s.extend[r] - i);
+                // All heads together read pages from end to end; few pieces are shared out by heads.
+                const bool together = pieces >= 2 * team && (count == 1 || count * m.q_heads <= ALL_ROWS);
+                const int heads = together ? m.kv_heads : 1;
+                for (int h = 0; h < m.kv_heads; h += heads) {
+                    whole.push_back({r, i, count, h, h + heads, before + i, 0, -1});
+                    work += cost(whole.back());
+                }
+            }
             before += s.extend[r];
         }
+        size_t floats = 0;
+        for (Unit& u : whole) {
+            const int parts = segments(end(u));
+            const size_t rows = (size_t)(u.last - u.head) * u.tokens * group;
+            const size_t size = rows * Attention<float>::record_floats(m.head_dim);
+            if (parts == 1 || team == 1 || cost(u) * 8 * team <= work || floats + parts * size > MOST_RECORDS) {
+                units.push_back(u);
+                continue;
+            }
+            u.split = (int)splits.size();
+            splits.emplace_back(floats, parts);
+            floats += parts * size;
+            for (; u.segment < parts; u.segment++) units.push_back(u);
+        }
         // The longest first: what is left at the end is short.
-        std::stable_sort(units.begin(), units.end(), [this](const Unit& a, const Unit& b) {
-            return (int64_t)(s.cached[a.row] + a.first) * a.tokens > (int64_t)(s.cached[b.row] + b.first) * b.tokens;
-        });
-        return true;
+        std::stable_sort(units.begin(), units.end(),
+                         [this](const Unit& a, const Unit& b) { return cost(a) > cost(b); });
+        return floats;
+    }
+
+    int end(const Unit& u) const { return s.cached[u.row] + u.first + u.tokens; }
+
+    int64_t cost(const Unit& u) const {
+        const int start = u.segment * SEGMENT, positions = u.split < 0 ? end(u) : std::min(end(u) - start, SEGMENT);
+        return (int64_t)positions * (u.last - u.head) * (GATHER + u.tokens * group);
     }
 
     float* mine(int thread) { return scratch + thread * scratch_size; }
@@ -279,18 +328,28 @@ class Forward {
     }
 
     void attend(const Layer& layer, const Unit& u, float* mine) {
-        const int first_token = u.token;
-        const float* q = qkv + (size_t)first_token * qkv_stride;
-        float* to = attn + (size_t)first_token * attn_stride;
+        m.kv_format == BF16 ? attend<bf16>(layer, u, mine) : attend<float>(layer, u, mine);
+    }
+
+    template <class T>
+    void attend(const Layer& layer, const Unit& u, float* mine) {
+        const float* q = qkv + (size_t)u.token * qkv_stride;
+        float* to = attn + (size_t)u.token * attn_stride;
+        const T *keys = (const T*)layer.keys, *values = (const T*)layer.values;
         const int first = s.cached[u.row] + u.first;
-        if (m.kv_format == BF16)
-            Attention<bf16>(mine, group, m.kv_heads, m.head_dim)
-                .run(pages(u.row), (const bf16*)layer.keys, (const bf16*)layer.values, u.head, u.last, first, u.tokens,
-                     q, qkv_stride, to, attn_stride);
-        else
-            Attention<float>(mine, group, m.kv_heads, m.head_dim)
-                .run(pages(u.row), (const float*)layer.keys, (const float*)layer.values, u.head, u.last, first,
-                     u.tokens, q, qkv_stride, to, attn_stride);
+        Attention<T> attention(mine, group, m.kv_heads, m.head_dim);
+        if (u.split < 0) {
+            attention.run(pages(u.row), keys, values, u.head, u.last, first, u.tokens, q, qkv_stride, to, attn_stride);
+            return;
+        }
+        Split& split = splits[u.split];
+        float* all = records + split.records;
+        const size_t size = (size_t)(u.last - u.head) * u.tokens * group * attention.record;
+        attention.run_segment(pages(u.row), keys, values, u.head, u.last, first, u.tokens, u.segment * SEGMENT, q,
+                              qkv_stride, all + u.segment * size);
+        if (split.left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        split.left.store(split.parts, std::memory_order_relaxed);  // for the next layer
+        attention.join(all, u.head, u.last, first, u.tokens, to, attn_stride);
     }
 };
 
