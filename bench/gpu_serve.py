@@ -16,7 +16,9 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "serve"), str(ROOT / "bench")]
 
 from gpu_shapes import SHAPES  # noqa: E402
 from serve import Answer, Load, ask, percentile  # noqa: E402
-from servekit import Server  # noqa: E402
+from servekit import Server, alive, descendants  # noqa: E402
 
 from runtime.models.config import ModelConfig  # noqa: E402
 
@@ -155,7 +157,7 @@ def measure(name: str, config: ModelConfig, sizes: Sizes, options: argparse.Name
         folder = Path(temporary)
         write_model(folder, config)
         settings = settings_of(options)
-        begun = time.perf_counter()
+        begun, idle = time.perf_counter(), gpu_memory()
         with Server(folder, str(folder), settings=settings, small=False) as server:
             server.wait_ready()
             print(f"\n{name}: ready {time.perf_counter() - begun:.1f} s after the start, {options.frontends} frontends")
@@ -165,6 +167,7 @@ def measure(name: str, config: ModelConfig, sizes: Sizes, options: argparse.Name
                     for spare in (path for path in server.actors() if path.startswith("standby") and "/" in path):
                         server.wait_phase(spare, lambda actor: actor["state"] == "running")
                     kill(name, server, clients, sizes, config)
+                    kill_root(name, server, idle)
                     return
                 # Once before: connections, tokenizers and the like are there afterwards.
                 clients.load(options.clients, bodies(sizes, options.clients, 99, 8, config.vocab_size))
@@ -232,6 +235,30 @@ def kill(name: str, server: Server, clients: Clients, sizes: Sizes, config: Mode
     )
 
 
+def kill_root(name: str, server: Server, idle: float) -> None:
+    """kill -9 of the root: until every process has gone, and until the GPU's memory is what it was before the start."""
+    left, begun, gone = descendants(server.process.pid), time.perf_counter(), 0.0
+    os.kill(server.process.pid, signal.SIGKILL)
+    while (used := gpu_memory()) > idle + 64 or not gone:
+        if not gone and not any(map(alive, left)):
+            gone = time.perf_counter() - begun
+        if time.perf_counter() - begun > 30:
+            break
+    print(
+        f"{name} kill -9 of the root: {len(left)} processes gone after {gone:.2f} s, GPU memory back after "
+        f"{time.perf_counter() - begun:.2f} s: {used:.0f} MiB used, {idle:.0f} before the start",
+        flush=True,
+    )
+
+
+def gpu_memory() -> float:
+    """MiB in use by anybody; 0 without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return 0.0
+    query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+
+
 def offline(
     name: str, folder: Path, settings: tuple[str, ...], sizes: Sizes, config: ModelConfig, served: float
 ) -> None:
@@ -266,7 +293,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a very small model and few streams, to try the steps")
-    parser.add_argument("--kill-only", action="store_true", help="only kill -9 of the scheduler under streams")
+    parser.add_argument("--kill-only", action="store_true", help="only kill -9, of scheduler and root")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     if options.tiny:

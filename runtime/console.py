@@ -80,11 +80,14 @@ class Console:
             logger.debug("%s", event)
 
     def ready(self, url: str, tree: actors.Snapshot | None = None, model: ModelInfo | None = None) -> None:
-        """The server answers at ``url``: say so, with what numbers, and where the time went."""
+        """The server answers at ``url``: say so, with what numbers, and where memory and time went."""
         self.close()
         self._starting = False
         numbers = f", in {model.numbers} on {model.device}" if model is not None else ""
         self._say(f"{self._config.model.name} is ready at {url} after {self._now():.1f} s{numbers}{_size_of(tree)}")
+        if model is not None and model.memory_bytes:
+            parts = ", ".join(f"{use} {size / 2**30:.2f}" for use, size in model.memory_bytes.items())
+            self._say(f"  memory, GiB: {parts}; the KV cache holds {model.kv_tokens:,} tokens")
         # Supervisors, and actors that were up at once, have no phases to tell.
         told = {path: actor for path, actor in self._actors.items() if actor.phases}
         width = max(map(len, told), default=0)

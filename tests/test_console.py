@@ -35,7 +35,9 @@ def test_plain_lines_tell_phases_and_quarters_then_the_url_and_the_times() -> No
     for event in start_of():
         console.event(event)
     tree = Snapshot("", "supervisor", "running", children=(Snapshot("a", "task", "up"), Snapshot("b", "process", "up")))
-    console.ready("http://127.0.0.1:8000", tree, ModelInfo("m", 1, 1, (), 0, 0, "bfloat16", "int8", "cpu"))
+    memory = {"weights": 3 << 28, "kv": 1 << 30}
+    model = ModelInfo("m", 1, 1, (), 0, 0, "bfloat16", "int8", "cpu", 65536, memory)
+    console.ready("http://127.0.0.1:8000", tree, model)
     console.close()
     lines = stream.getvalue().splitlines()
     told = [line.partition("s  ")[2] for line in lines[:7]]
@@ -50,7 +52,8 @@ def test_plain_lines_tell_phases_and_quarters_then_the_url_and_the_times() -> No
     ]
     assert lines[7].startswith("SmolLM2-135M-Instruct is ready at http://127.0.0.1:8000 after 0.0 s")
     assert lines[7].endswith(" s, in bfloat16, int8 weights on cpu (1 process and 1 task actors)")
-    assert lines[8].split() == [
+    assert lines[8] == "  memory, GiB: weights 0.75, kv 1.00; the KV cache holds 65,536 tokens"
+    assert lines[9].split() == [
         "replica0/scheduler0",
         "0.0",
         "s",
