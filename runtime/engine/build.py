@@ -11,6 +11,7 @@ from runtime.engine.core import EngineCore, WarmUp
 from runtime.engine.scheduler import EngineConfig
 from runtime.messages import SamplingParams
 from runtime.models.config import ModelConfig
+from runtime.models.loader import Shard, plan
 from runtime.service import ModelInfo
 from runtime.sources import ModelFiles
 
@@ -28,7 +29,19 @@ class Defaults(NamedTuple):
 
 
 # The CPU's costs: bench/fairness.py shows what streams feel of a long prompt.
-DEFAULTS = {"cpu": Defaults(32, 1024, 256, 12, 1024), "cuda": Defaults(256, 16384, 2048, 0, 0)}
+DEFAULTS = {"cpu": Defaults(32, 1024, 256, 12, 1024), "cuda": Defaults(256, 16384, 8192, 0, 0)}
+# What prompts may add to a step that others wait for, in multiplications and additions: some 40 ms of an H200.
+MIXED_FLOPS = 2.2e13
+
+
+def mixed_tokens(model: ModelConfig, device: str) -> int:
+    """Prompt tokens in a step that also decodes: on a GPU fewer the larger the model is, 8,192 (0.6B) to 1,536 (8B).
+    Few at a time would cost a small model more in launches than in arithmetic, a large one more in reading weights."""
+    most = DEFAULTS[device].mixed_tokens
+    if device == "cpu":
+        return most
+    flops = 2 * sum(param.numel(Shard()) for param in plan(model) if param.matrix and param.name != "head")
+    return min(most, max(int(MIXED_FLOPS / flops) // 128 * 128, 512))
 
 
 def choose_quantization(config: Config, files: ModelFiles, device: str) -> str:
@@ -81,7 +94,7 @@ def build(config: Config, files: ModelFiles, phase: Phase, *, streams: bool = Tr
     fair = streams and not engine.mixed_tokens
     limits = EngineConfig(
         step_tokens=step_tokens,
-        mixed_tokens=engine.mixed_tokens or (defaults.mixed_tokens if fair else step_tokens),
+        mixed_tokens=engine.mixed_tokens or (mixed_tokens(model, device) if fair else step_tokens),
         weight_tokens=defaults.weight_tokens if fair else 0,
         context_unit=defaults.context_unit if fair else 0,
         max_running_requests=running,

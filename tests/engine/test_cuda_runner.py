@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the kernels need triton (extra: gpu)")
 from devicekit import InterpretedDevice
 
 from runtime.engine.batch import Runner, SlotTable
+from runtime.engine.build import mixed_tokens
 from runtime.engine.core import EngineCore
 from runtime.engine.cpu import CpuRunner
 from runtime.engine.cuda import CudaRunner
@@ -162,6 +163,15 @@ def test_engines_that_share_a_gpu_take_equal_parts() -> None:
     device.free -= sum(first.memory().values())
     second = cuda_runner(config, slots, engines=2, device=device)
     assert 0 < first.num_pages == second.num_pages < 2 * slots.context_pages
+
+
+def test_what_prompts_may_add_to_a_step_depends_on_the_model() -> None:
+    small = dataclasses.replace(MODELS["llama"], hidden_size=1024, layers=28, q_heads=16, head_dim=64, mlp_size=3072)
+    wide = {"hidden_size": 4096, "layers": 32, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "mlp_size": 14336}
+    large = dataclasses.replace(small, **wide)
+    giant = dataclasses.replace(large, hidden_size=8192, layers=80, q_heads=64, mlp_size=28672)
+    assert [mixed_tokens(model, "cuda") for model in (small, large, giant)] == [8192, 1536, 512]
+    assert {mixed_tokens(model, "cpu") for model in (small, large, giant)} == {256}
 
 
 def test_graphs_are_captured_once_a_size() -> None:
