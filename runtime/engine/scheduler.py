@@ -47,6 +47,7 @@ class EngineConfig:
         0  # reading the weights costs as much as computing so many tokens; 0 = mixed_tokens alone counts
     )
     context_unit: int = 0  # a token with so much text before it costs as much as two; 0 = all cost the same
+    context_read: int = 0  # reading so much text before a piece of prompt costs as much as a token; 0 = nothing
     max_running_requests: int = 0  # 0 = as many as there are slots
     max_queued_requests: int = 1024
     policy: Policy = "fcfs"
@@ -83,7 +84,7 @@ class Scheduler:
         self._decoding: I32 = _NONE  # slots of the rows that decode; edited when one joins or leaves
         self._joining: list[int] = []
         self._leaving = False
-        self._context_unit = 0  # of the step that is being planned
+        self._context_unit = self._context_read = 0  # of the step that is being planned
         self.most_running = min(config.max_running_requests or table.slots, table.slots, config.step_tokens)
         self._page_tokens = table.page_tokens
 
@@ -169,6 +170,7 @@ class Scheduler:
         config = self.config
         room = config.step_tokens - decodes
         self._context_unit = config.context_unit if decodes else 0
+        self._context_read = config.context_read if decodes else 0
         if decodes:
             room = min(room, config.mixed_tokens)
         if decodes and config.weight_tokens:
@@ -205,7 +207,8 @@ class Scheduler:
         start, capacity = int(rows.cached[slot]) + given, int(rows.capacity[slot])
         most = capacity + memory.available_pages * self._page_tokens
         unit = self._context_unit
-        affordable = room * unit // (unit + start) if unit else room
+        read = start // self._context_read if self._context_read and not given else 0
+        affordable = (room - read) * unit // (unit + start) if unit else room - read
         if room > 0 and not grants:
             affordable = max(affordable, 1)  # a long context never stands still
         tokens = min(affordable, int(rows.length[slot]) - start, most - start)
@@ -215,7 +218,7 @@ class Scheduler:
         if pages > 0:
             memory.add_pages(slot, pages)
         grants[request] = given + tokens
-        return min(room, -(-tokens * (unit + start) // unit)) if unit else tokens
+        return min(room, read + (-(-tokens * (unit + start) // unit) if unit else tokens))
 
     def _admit(self, grants: dict[Request, int], room: int, above: int | None = None) -> int:
         """Let waiting requests in (of a priority ``above``) while budget, slots and memory allow.

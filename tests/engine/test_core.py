@@ -376,6 +376,7 @@ def test_any_interleaving(
         step_tokens=step_tokens,
         mixed_tokens=mixed_tokens,
         context_unit=context_unit,
+        context_read=context_unit // 2,
         weight_tokens=context_unit // 2,
         prefix_cache=prefix_cache,
         policy=policy,

@@ -67,6 +67,25 @@ def test_pieces_of_a_prompt_shrink_as_its_context_grows(depth: int) -> None:
     bench.assert_right(9)
 
 
+def test_reading_a_long_context_is_part_of_a_pieces_cost() -> None:
+    bench = Bench(
+        context=4096, pages=2000, step_tokens=512, mixed_tokens=60, context_unit=500, context_read=100
+    )  # fmt: skip
+    bench.submit(0, prompt(10, 0), max_tokens=1000, ignore_eos=True)
+    for _ in range(4):
+        bench.step()
+    batches = spy(bench)
+    bench.submit(9, prompt(3000, 9), max_tokens=5, ignore_eos=True)
+    while (9, 0) not in bench.client.tokens:
+        bench.step()
+    pieces = [(int(batch.cached[1]), int(batch.extend[1])) for batch in batches if len(batch.slots) == 2]
+    pieces = pieces[: -2 if pieces[-1][1] == 1 else -1]
+    assert pieces[0] == (0, 60) and pieces[-1][1] <= 5
+    assert all(60 - (1 + at / 500) < at // 100 + tokens * (1 + at / 500) <= 60 for at, tokens in pieces)
+    bench.drain()
+    bench.assert_right(9)
+
+
 @pytest.mark.parametrize(("streams", "tokens"), [(1, 26), (4, 32), (7, 38), (20, 40)])
 def test_more_streams_have_patience_for_more(streams: int, tokens: int) -> None:
     """Twice what the step costs without the prompt, and never more than mixed_tokens."""
