@@ -334,7 +334,7 @@ PARAMS = st.fixed_dictionaries(
         "logprobs": st.sampled_from([-1, -1, -1, 1]),
         "prompt_logprobs": st.sampled_from([-1, -1, -1, 0]),
         "stop_token_ids": st.sampled_from([(), (3,)]),
-        "priority": st.integers(0, 1),
+        "priority": st.integers(-1, 2),
         "cache_salt": st.sampled_from(["", "", "x"]),
     }
 )
