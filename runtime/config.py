@@ -43,11 +43,15 @@ class EngineSection(Struct, frozen=True, forbid_unknown_fields=True):
     page_tokens: Annotated[int, _doc("tokens in a page of the KV cache", ge=1, le=1024)] = 16
     kv_tokens: Annotated[int, _doc("size of the KV cache; 0 = from memory", ge=0)] = 0
     mem_fraction: Annotated[float, _doc("share of the device's memory for weights and KV cache", gt=0, lt=1)] = 0.85
-    max_running_requests: Annotated[int, _doc("requests computed at a time; 0 = the device's default", ge=0)] = 0
+    max_running_requests: Annotated[
+        int, _doc("requests computed at a time, higher priorities first; 0 = the device's", ge=0)
+    ] = 0
     max_queued_requests: Annotated[int, _doc("requests that may wait; more are refused with 429", ge=0)] = 1024
     step_tokens: Annotated[int, _doc("token budget of a step; 0 = the device's default", ge=0)] = 0
     mixed_tokens: Annotated[int, _doc("of these, prompt tokens while others generate; 0 = the device's", ge=0)] = 0
-    policy: Annotated[Literal["fcfs", "lpm"], _doc("who is next: first come, or longest cached prefix")] = "fcfs"
+    policy: Annotated[
+        Literal["fcfs", "lpm"], _doc("who is next of equal priority: first come, or longest cached prefix")
+    ] = "fcfs"
     prefix_cache: Annotated[bool, _doc("keep and share the KV of common prefixes")] = True
     eviction: Annotated[Literal["lru", "lfu"], _doc("which cached prefix goes first")] = "lru"
     tensor_parallel: Annotated[int, _doc("devices that share one replica's weights", ge=1)] = 1

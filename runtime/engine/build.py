@@ -26,10 +26,11 @@ class Defaults(NamedTuple):
     mixed_tokens: int
     weight_tokens: int
     context_unit: int
+    context_read: int
 
 
 # The CPU's costs: bench/fairness.py shows what streams feel of a long prompt.
-DEFAULTS = {"cpu": Defaults(32, 1024, 256, 12, 1024), "cuda": Defaults(256, 16384, 8192, 0, 0)}
+DEFAULTS = {"cpu": Defaults(32, 1024, 256, 14, 1536, 160), "cuda": Defaults(256, 16384, 8192, 0, 0, 0)}
 # What prompts may add to a step that others wait for, in multiplications and additions: some 40 ms of an H200.
 MIXED_FLOPS = 2.2e13
 
@@ -97,6 +98,7 @@ def build(config: Config, files: ModelFiles, phase: Phase, *, streams: bool = Tr
         mixed_tokens=engine.mixed_tokens or (mixed_tokens(model, device) if fair else step_tokens),
         weight_tokens=defaults.weight_tokens if fair else 0,
         context_unit=defaults.context_unit if fair else 0,
+        context_read=defaults.context_read if fair else 0,
         max_running_requests=running,
         max_queued_requests=engine.max_queued_requests,
         policy=engine.policy,

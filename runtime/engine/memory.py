@@ -11,7 +11,7 @@ leaves stays held until the last launched step that uses it has been collected.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,6 +146,26 @@ class Memory:
         rows.close(slot)
         request.slot, request.node, request.shared_pages = -1, None, 0
         self._let_go(Held(int(rows.last_step[slot]), own, slot, node, poisoned))
+
+    def given_back(self, leaving: Iterable[Request], kept: Node) -> Iterator[int]:
+        """How many pages become available if these requests leave one after the other: after each, in all.
+
+        Without those on the path to ``kept``, which somebody else is about to lock.
+        """
+        ours, locks, pages = set[int](), dict[int, int](), 0
+        while kept.parent is not None:
+            ours.add(id(kept))
+            kept = kept.parent
+        for request in leaving:
+            node = request.node
+            assert node is not None
+            pages += int(self.rows.capacity[request.slot]) // self.table.page_tokens - request.shared_pages
+            while node.parent is not None:
+                left = locks[id(node)] = locks.get(id(node), node.locks) - 1
+                if not left and id(node) not in ours:
+                    pages += len(node.pages)
+                node = node.parent
+            yield pages
 
     # Steps
 

@@ -8,7 +8,8 @@ and tokens weigh more the further into their prompt they stand.
 
 Memory is promised optimistically: a running request is expected to take a part (``caution``) of what it may still
 take. When the pool runs dry all the same, the newest request of the lowest priority is retracted: it goes back into
-line with its tokens, its pages stay cached as long as nobody needs them, and its client sees a pause.
+line with its tokens, its pages stay cached as long as nobody needs them, and its client sees a pause. The same befalls
+those of lower priority for whose slots or pages one of higher priority waits, if that is what lets it in.
 
 Decisions depend on the order of calls only: no clocks, no sets, no hashes. Ranks that get the same calls at the same
 steps do the same.
@@ -17,11 +18,12 @@ steps do the same.
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from runtime.engine.batch import I32, Batch, SlotTable
 from runtime.engine.leaders import Leaders
 from runtime.engine.memory import Memory
-from runtime.engine.radix import Eviction
+from runtime.engine.radix import Eviction, Node
 from runtime.engine.request import Request
 from runtime.engine.waiting import Policy, WaitingLine
 
@@ -47,6 +49,7 @@ class EngineConfig:
         0  # reading the weights costs as much as computing so many tokens; 0 = mixed_tokens alone counts
     )
     context_unit: int = 0  # a token with so much text before it costs as much as two; 0 = all cost the same
+    context_read: int = 0  # reading so much text before a piece of prompt costs as much as a token; 0 = nothing
     max_running_requests: int = 0  # 0 = as many as there are slots
     max_queued_requests: int = 1024
     policy: Policy = "fcfs"
@@ -83,7 +86,9 @@ class Scheduler:
         self._decoding: I32 = _NONE  # slots of the rows that decode; edited when one joins or leaves
         self._joining: list[int] = []
         self._leaving = False
-        self._context_unit = 0  # of the step that is being planned
+        self._giving_way: list[Request] = []  # to a waiting one that outranks them
+        self._levels: dict[int, int] = {}  # how many run, by priority
+        self._context_unit = self._context_read = 0  # of the step that is being planned
         self.most_running = min(config.max_running_requests or table.slots, table.slots, config.step_tokens)
         self._page_tokens = table.page_tokens
 
@@ -114,13 +119,23 @@ class Scheduler:
             if len(crossing) <= self.memory.available_pages:
                 self.memory.add_page_each(crossing)
                 grants = self._grant_prefills(len(slots), admit=not retracted)
+                if self._giving_way:
+                    # Nothing is launched yet: what the grants have taken stays with its rows.
+                    leaving, self._giving_way = self._giving_way, []
+                    if busy:
+                        return None
+                    for request in leaving:
+                        self._retract(request)
+                    continue
                 if len(slots) or grants:
                     return self._launch(slots, cached, grants)
                 if not self._prefilling:
                     return None
             if busy:
                 return None
-            self._retract()
+            assert len(self.running) > 1, "a request that runs alone always finds its pages"
+            self._retract(max(self.running, key=lambda request: request.rank))
+            self.caution = min(1.0, self.caution * 1.5 + 0.05)
             retracted = True
 
     def _launch(self, slots: I32, cached: I32, grants: dict[Request, int]) -> Batch:
@@ -169,6 +184,7 @@ class Scheduler:
         config = self.config
         room = config.step_tokens - decodes
         self._context_unit = config.context_unit if decodes else 0
+        self._context_read = config.context_read if decodes else 0
         if decodes:
             room = min(room, config.mixed_tokens)
         if decodes and config.weight_tokens:
@@ -178,6 +194,8 @@ class Scheduler:
         waiting = self.line.first if admit else None
         if queue and waiting is not None and waiting.priority > queue[0].priority:
             room = self._admit(grants, room, above=queue[0].priority)
+            if self._giving_way:
+                return grants
         overtakers: list[Request] = []
         if queue:
             first, gap = queue[0], self._gap(queue[0])
@@ -191,6 +209,8 @@ class Scheduler:
             room -= self._grant(grants, request, room)
         if waiting is not None:
             room = self._admit(grants, room)
+            if self._giving_way:
+                return grants
         for request in queue:
             room -= self._grant(grants, request, room)
         return grants
@@ -205,7 +225,8 @@ class Scheduler:
         start, capacity = int(rows.cached[slot]) + given, int(rows.capacity[slot])
         most = capacity + memory.available_pages * self._page_tokens
         unit = self._context_unit
-        affordable = room * unit // (unit + start) if unit else room
+        read = start // self._context_read if self._context_read and not given else 0
+        affordable = (room - read) * unit // (unit + start) if unit else room - read
         if room > 0 and not grants:
             affordable = max(affordable, 1)  # a long context never stands still
         tokens = min(affordable, int(rows.length[slot]) - start, most - start)
@@ -215,16 +236,21 @@ class Scheduler:
         if pages > 0:
             memory.add_pages(slot, pages)
         grants[request] = given + tokens
-        return min(room, -(-tokens * (unit + start) // unit)) if unit else tokens
+        return min(room, read + (-(-tokens * (unit + start) // unit) if unit else tokens))
 
     def _admit(self, grants: dict[Request, int], room: int, above: int | None = None) -> int:
         """Let waiting requests in (of a priority ``above``) while budget, slots and memory allow.
 
-        Returns what is left of the budget.
+        Returns what is left of the budget. Where one finds no place but outranks others, ``_giving_way`` tells whom.
         """
         memory, promised = self.memory, -1.0
-        for request in self.line.candidates(memory.peek) if room > 0 and self._has_slot else ():
-            if room <= 0 or not self._has_slot or (above is not None and request.priority <= above):
+        first = self.line.first
+        if room <= 0 or first is None or not (self._has_slot or self._outranks(first)):
+            return room
+        for request in self.line.candidates(memory.peek):
+            if room <= 0 or (above is not None and request.priority <= above):
+                break
+            if not self._has_slot and not self._outranks(request):
                 break
             node, matched = memory.match(request)
             leader = self._leaders.of(request, matched) if request.scores is None else None
@@ -232,19 +258,36 @@ class Scheduler:
                 self.line.follow(request, leader, self._leaders.common_tokens(request, leader))
                 continue
             if promised < 0:
-                promised = self._promised_pages()
+                promised = self._promised_pages(np.flatnonzero(self.rows.live))
             expected = self._expected_pages(len(request.tokens), request.limit, matched)
-            if self.running and promised + expected > memory.available_pages - memory.tree.unlocked_on_path(node):
+            free = memory.available_pages - memory.tree.unlocked_on_path(node)
+            if not self._has_slot or (self.running and promised + expected > free):
+                if self._outranks(request):
+                    self._giving_way = self._who_gives_way(request, node, promised + expected - free)
                 break
             self.line.admitted(request)
             memory.open(request, node, matched)
             self.running[request] = self._prefilling[request] = None
+            self._levels[request.priority] = self._levels.get(request.priority, 0) + 1
             self._announce(request)
             self._count(request, matched)
             before = memory.pool.used
             room -= self._grant(grants, request, room)
             promised += expected - (memory.pool.used - before)
         return room
+
+    def _outranks(self, request: Request) -> bool:
+        return bool(self._levels) and min(self._levels) < request.priority
+
+    def _who_gives_way(self, request: Request, node: Node, missing_pages: float) -> list[Request]:
+        """Whom to retract so that ``request`` can start at ``node``; nobody, if all below its priority are too few."""
+        lower = [running for running in self.running if running.priority < request.priority]
+        lower.sort(key=lambda running: running.rank, reverse=True)
+        for i, pages in enumerate(self.memory.given_back(lower, node)):
+            missing_pages -= self._promised_pages(np.array([lower[i].slot]))
+            if missing_pages <= pages or i + 1 == len(self.running):
+                return lower[: i + 1]
+        return []
 
     def _count(self, request: Request, matched: int) -> None:
         cached_tokens = min(matched, request.prompt_tokens)
@@ -261,10 +304,9 @@ class Scheduler:
         ahead = min(limit - length, HORIZON_TOKENS) * self.caution
         return max(0.0, length + ahead - capacity) / self._page_tokens + 1
 
-    def _promised_pages(self) -> float:
-        """What the running requests are expected to take from now on."""
+    def _promised_pages(self, slots: npt.NDArray[np.intp]) -> float:
+        """What the requests in these slots are expected to take from now on."""
         rows = self.rows
-        slots = np.flatnonzero(rows.live)
         length = rows.length[slots]
         ahead = np.minimum(rows.limit[slots] - length, HORIZON_TOKENS) * self.caution
         missing = np.maximum(length + ahead - rows.capacity[slots], 0)
@@ -288,6 +330,9 @@ class Scheduler:
         self.memory.close(request, poisoned)
         self._leaving = True
         del self.running[request]
+        self._levels[request.priority] -= 1
+        if not self._levels[request.priority]:
+            del self._levels[request.priority]
         self._prefilling.pop(request, None)
         self._leaders.withdraw(request)
         self.line.release(request)
@@ -299,21 +344,19 @@ class Scheduler:
         else:
             self.line.leave(request)
 
-    def _retract(self) -> None:
-        """Send the newest request of the lowest priority back into line. No step is in flight."""
+    def _retract(self, request: Request) -> None:
+        """Send a running request back into line. No step is in flight."""
         assert self.memory.launched == self.memory.collected
-        assert len(self.running) > 1, "a request that runs alone always finds its pages"
-        request = max(self.running, key=lambda running: running.rank)
         request.tokens = self.memory.table.tokens[request.slot, : self.rows.length[request.slot]].copy()
         self.finish(request)
         if request.scores is not None:
             request.scores = [None]
         self.line.join(request)
         self.counts.retractions += 1
-        self.caution = min(1.0, self.caution * 1.5 + 0.05)
         self._edit_decoding()
 
     def check(self) -> None:
         """Assert the invariants of memory; walks the whole cache."""
         self.memory.check(self.running)
         assert self.running or not self._leaders
+        assert sum(self._levels.values()) == len(self.running)

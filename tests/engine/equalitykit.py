@@ -133,6 +133,7 @@ class Ask:
     params: SamplingParams
     aborts_after: int = -1  # tokens of output (0: also while it waits); -1 = never
     comes_back: bool = False  # after the abort, with what it has, as the frontend does after a death
+    priority: int = 0
 
 
 @dataclass
@@ -196,7 +197,8 @@ class Player:
             ask, had[number] = asks[number], len(output)
             alive[number] = attempt
             attempts[number].append(attempt)
-            self.core.submit(Submit("test", number, attempt, ids(ask.prompt), ask.params, ids(output)))
+            text, before = ids(ask.prompt), ids(output)
+            self.core.submit(Submit("test", number, attempt, text, ask.params, before, priority=ask.priority))
 
         def output(number: int) -> list[int]:
             return [token for attempt in attempts[number] for token in client.tokens.get((number, attempt), [])]

@@ -334,7 +334,7 @@ PARAMS = st.fixed_dictionaries(
         "logprobs": st.sampled_from([-1, -1, -1, 1]),
         "prompt_logprobs": st.sampled_from([-1, -1, -1, 0]),
         "stop_token_ids": st.sampled_from([(), (3,)]),
-        "priority": st.integers(0, 1),
+        "priority": st.integers(-1, 2),
         "cache_salt": st.sampled_from(["", "", "x"]),
     }
 )
@@ -376,6 +376,7 @@ def test_any_interleaving(
         step_tokens=step_tokens,
         mixed_tokens=mixed_tokens,
         context_unit=context_unit,
+        context_read=context_unit // 2,
         weight_tokens=context_unit // 2,
         prefix_cache=prefix_cache,
         policy=policy,

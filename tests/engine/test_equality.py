@@ -211,6 +211,17 @@ def test_a_seed_draws_the_same_alone_in_a_batch_and_after_retraction(tiny: Subje
     assert core.stats()["retractions"] > 0
 
 
+def test_giving_way_to_higher_priorities_changes_no_token(tiny: Subject) -> None:
+    runner = tiny.runner()
+    asks = tiny.traffic(11, 400).asks(24, 40, temperature=0.9)
+    alone = [got.tokens for got in Player(tiny.core(runner)).alone(asks)]
+    for number, ask in enumerate(asks):
+        ask.priority = number % 4
+    core = tiny.core(runner, 64, max_running_requests=2)
+    assert [got.tokens for got in Player(core, 1).play(asks)] == alone
+    assert core.stats()["retractions"] > 0
+
+
 def assert_logprobs(subject: Subject, count: int, longest: int) -> None:
     """Through chunks, cached prefixes (which such a request does not use) and neighbours that want none."""
     asks = subject.traffic(11, longest).asks(count, 8)

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 from corekit import VOCAB, Bench, depths
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runtime.engine.batch import Batch
 from runtime.engine.scheduler import EngineConfig
@@ -64,6 +66,25 @@ def test_pieces_of_a_prompt_shrink_as_its_context_grows(depth: int) -> None:
     assert all(60 - (1 + at / 500) < tokens * (1 + at / 500) <= 60 for at, tokens in pieces)
     bench.drain()
     bench.assert_right(0)
+    bench.assert_right(9)
+
+
+def test_reading_a_long_context_is_part_of_a_pieces_cost() -> None:
+    bench = Bench(
+        context=4096, pages=2000, step_tokens=512, mixed_tokens=60, context_unit=500, context_read=100
+    )  # fmt: skip
+    bench.submit(0, prompt(10, 0), max_tokens=1000, ignore_eos=True)
+    for _ in range(4):
+        bench.step()
+    batches = spy(bench)
+    bench.submit(9, prompt(3000, 9), max_tokens=5, ignore_eos=True)
+    while (9, 0) not in bench.client.tokens:
+        bench.step()
+    pieces = [(int(batch.cached[1]), int(batch.extend[1])) for batch in batches if len(batch.slots) == 2]
+    pieces = pieces[: -2 if pieces[-1][1] == 1 else -1]
+    assert pieces[0] == (0, 60) and pieces[-1][1] <= 5
+    assert all(60 - (1 + at / 500) < at // 100 + tokens * (1 + at / 500) <= 60 for at, tokens in pieces)
+    bench.drain()
     bench.assert_right(9)
 
 
@@ -192,6 +213,123 @@ def test_the_lowest_priority_is_put_back_first() -> None:
     bench.drain()
     assert bench.core.stats()["retractions"] > 0
     assert [row.id for row in bench.client.rows if row.finish is not None] == [1, 2, 0]
+
+
+@depths
+def test_a_higher_priority_that_finds_no_slot_takes_the_newest_of_the_lowest(depth: int) -> None:
+    bench = Bench(depth=depth, slots=3, pages=200)
+    for id, priority in enumerate((1, 0, 0)):
+        bench.submit(id, prompt(8, id), max_tokens=60, ignore_eos=True, priority=priority)
+    for _ in range(10):
+        bench.step()
+    bench.submit(3, prompt(8, 3), max_tokens=5, ignore_eos=True, priority=1)
+    bench.submit(4, prompt(8, 4), max_tokens=5, ignore_eos=True)
+    bench.submit(5, prompt(8, 5), max_tokens=5, ignore_eos=True, priority=-1)
+    while 3 not in {row.id for row in bench.client.rows}:
+        bench.step()
+        bench.core.check()
+    running = [request.id for request in bench.core.scheduler.running]
+    assert running == [0, 1, 3] and bench.core.stats()["retractions"] == 1
+    bench.drain()
+    for id in range(6):
+        bench.assert_right(id)
+    assert bench.core.stats()["retractions"] == 1
+    # Who gave way comes before those of its priority that came later.
+    assert [row.id for row in bench.client.rows if row.finish is not None] == [3, 0, 1, 2, 4, 5]
+
+
+def test_among_equals_nobody_gives_way() -> None:
+    bench = Bench(slots=2, pages=200)
+    for id in range(4):
+        bench.submit(id, prompt(8, id), max_tokens=30, ignore_eos=True, priority=1)
+    bench.drain()
+    assert bench.core.stats()["retractions"] == 0
+
+
+@depths
+def test_a_higher_priority_that_finds_no_page_takes_as_many_as_it_needs(depth: int) -> None:
+    bench = Bench(depth=depth, slots=6, pages=40, page_tokens=4)
+    for id in range(4):
+        bench.submit(id, prompt(20, id), max_tokens=16, ignore_eos=True)
+    for _ in range(10):
+        bench.step()
+    assert bench.core.stats()["requests_running"] == 4
+    bench.submit(9, prompt(70, 9), max_tokens=12, ignore_eos=True, priority=1)
+    for _ in range(4):
+        bench.step()
+    # Four of eight pages each run; one that needs twenty waits until two of them are gone.
+    assert [request.id for request in bench.core.scheduler.running] == [0, 1, 9]
+    bench.drain()
+    for id in (0, 1, 2, 3, 9):
+        bench.assert_right(id)
+
+
+@depths
+def test_nobody_gives_way_in_vain(depth: int) -> None:
+    """All pages that those below hold would not be enough: they go on."""
+    bench = Bench(depth=depth, slots=6, pages=40, page_tokens=4)
+    bench.core.scheduler.caution = 1.0
+    bench.submit(0, prompt(20, 0), max_tokens=60, ignore_eos=True, priority=1)
+    bench.submit(1, prompt(8, 1), max_tokens=16, ignore_eos=True)
+    for _ in range(5):
+        bench.step()
+    bench.core.scheduler.caution = 1.0
+    assert bench.core.stats()["requests_running"] == 2
+    bench.submit(2, prompt(90, 2), max_tokens=10, ignore_eos=True, priority=1)
+    for _ in range(10):
+        bench.step()
+    assert [request.id for request in bench.core.scheduler.running] == [0, 1]
+    bench.drain()
+    assert bench.core.stats()["retractions"] == 0
+    for id in range(3):
+        bench.assert_right(id)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(1, 60),  # tokens of the prompt
+            st.integers(1, 40),  # of output
+            st.integers(0, 2),  # family: prompts of one begin alike
+            st.integers(-1, 3),  # priority
+            st.integers(0, 6),  # steps before the next one comes
+        ),
+        min_size=2,
+        max_size=30,
+    ),
+    depth=st.sampled_from([1, 2]),
+    slots=st.integers(1, 4),
+    pages=st.integers(26, 60),
+    policy=st.sampled_from(["fcfs", "lpm"]),
+    prefix_cache=st.booleans(),
+)
+def test_giving_way_loses_no_token_and_comes_to_an_end(requests, depth, slots, pages, policy, prefix_cache) -> None:
+    bench = Bench(depth=depth, slots=slots, pages=pages, page_tokens=4, policy=policy, prefix_cache=prefix_cache)
+    scheduler = bench.core.scheduler
+    retract, steps = scheduler._retract, 0
+
+    def noted(request) -> None:
+        """Nobody gives way to one of its own priority or below, or if there is none."""
+        waiting = scheduler.line.first
+        crossing = scheduler.rows.cached[scheduler._decoding] >= scheduler.rows.capacity[scheduler._decoding]
+        dry = int(crossing.sum()) > scheduler.memory.available_pages or not len(scheduler._decoding)
+        assert dry or (waiting is not None and waiting.priority > request.priority)
+        retract(request)
+
+    scheduler._retract = noted
+    for id, (length, tokens, family, priority, pause) in enumerate(requests):
+        bench.submit(id, prompt(length, family), max_tokens=tokens, ignore_eos=True, priority=priority)
+        for _ in range(pause):
+            bench.step()
+            bench.core.check()
+    while bench.core.has_work():
+        bench.step()
+        steps += 1
+        assert steps < 40 * len(requests) * 60, "they hinder each other for ever"
+    bench.drain()
+    for id in range(len(requests)):
+        bench.assert_right(id)
 
 
 @depths
