@@ -5,6 +5,7 @@ request needs to begin, the output of earlier attempts included, which is replay
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import anyio
@@ -142,6 +143,7 @@ async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: 
         files = await wait_up(ctx, MODEL, ModelFiles, "wait for the model files", config.supervision.say_s)
         ctx.progress("load the tokenizer")
         tokenizer = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
+        await door.passed()
         await _serve(ctx, config, peers, plane or DataPlane(), Detokenization(tokenizer), door)
 
 
@@ -165,7 +167,12 @@ async def _serve(
                 if (outbox := outboxes.pop(origin, None)) is not None:
                     outbox.close()
 
-    with plane.bind(StepTokens, local=False) as mailbox:
+    def hang_up() -> None:
+        for outbox in outboxes.values():
+            outbox.close()
+
+    with plane.bind(StepTokens, local=False) as mailbox, ExitStack() as closing:
+        closing.callback(hang_up)  # the process may live on
         async with anyio.create_task_group() as tasks:
             for path in peers.engines:
                 tasks.start_soon(watch_scheduler, path)
@@ -177,8 +184,7 @@ async def _serve(
                 messages: Sequence[StepTokens] = ()
                 with anyio.move_on_after(config.supervision.beat_s):
                     messages = await mailbox.receive()
-                if door.stuck:
-                    await anyio.sleep_forever()
+                await door.passed()
                 for message in messages:
                     for origin, text in texts.step(message).items():
                         if origin not in outboxes:
