@@ -1,6 +1,5 @@
 """Every actor x every moment x every fault: the cells of the matrix, and the table of those that were visited."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,16 +80,21 @@ class Chart:
     marks: dict[Cell, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{self.title:<34}" + "".join(f"{moment:>15}" for moment in MOMENTS)]
-        rows = dict.fromkeys((cell.actor, cell.fault, cell.process) for cell in self.cells)
+        """A line for each actor and fault, a column for each moment; seconds, where all was as it must be."""
+        head = ["" if moment in MOMENTS[-4:] else "again" for moment in MOMENTS]
+        head[: len(STARTS)] = ["first"] * len(STARTS)
+        names = [moment.removeprefix("first ") for moment in MOMENTS]
+        lines = [self._line(self.title, "", head), self._line("", "", names)]
         known = set(self.cells)
+        rows = dict.fromkeys((cell.actor, cell.fault, cell.process) for cell in self.cells)
         for actor, fault, process in sorted(rows, key=lambda row: row[0]):
             row = [Cell(actor, fault, moment, process) for moment in MOMENTS]
-            marks = [self.marks.get(cell, "not visited") if cell in known else "-" for cell in row]
-            kind = "" if process else " (task)"
-            lines.append(f"{actor + kind:<34}"[:24] + f"{fault:<10}" + "".join(f"{mark:>15}" for mark in marks))
-        counts = Counter(mark.partition(" ")[0] for mark in self.marks.values())
-        lines.append(
-            f"{len(self.marks)} of {len(self.cells)} cells visited: {dict(counts)}; log on a full disk in each"
-        )
+            marks = [self.marks.get(cell, "not yet") if cell in known else "-" for cell in row]
+            lines.append(self._line(actor + ("" if process else " (task)"), fault, marks))
+        failed = sum(mark == "FAILED" for mark in self.marks.values())
+        lines.append(f"{len(self.marks)} of {len(self.cells)} cells visited, {failed} failed; the log's disk was full")
         return "\n".join(lines)
+
+    @staticmethod
+    def _line(actor: str, fault: str, marks: list[str]) -> str:
+        return f"{actor:<32}{fault:<10}" + "".join(f"{mark:>9}" for mark in marks)
