@@ -19,6 +19,7 @@ from .handshakes import DetokenizerUp, FrontendUp
 from .mailbox import DataPlane, Outbox
 from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow, ids
 from .peers import MODEL, Peers, value, wait_up
+from .restarts import sweep
 from .sources import ModelFiles
 from .tokenizer import Tokenizer
 from .tokenizing import open_tokenizer
@@ -139,6 +140,7 @@ class Detokenization:
 
 async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: DataPlane | None = None) -> None:
     """The actor, as a task (``plane``: its process's) or as a process of its own. Started value: ``DetokenizerUp``."""
+    sweep(ctx)
     async with open_door(ctx, config) as door:
         files = await wait_up(ctx, MODEL, ModelFiles, "wait for the model files", config.supervision.say_s)
         ctx.progress("load the tokenizer")

@@ -22,7 +22,7 @@ from .peers import DETOKENIZER, METRICS, Peers, value, walk
 from .reload import Reloaded
 from .report import Histogram, Report
 from .requests import Request, RequestTable
-from .restarts import limits
+from .restarts import limits, sweep
 from .service import BadRequest, Delta, ModelInfo, QueueFull, Sink, TokenizerClient, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
@@ -261,6 +261,7 @@ async def open_frontend(
 
     Leaving the block aborts what still runs.
     """
+    sweep(ctx)
     with plane.bind(StepText, local=local) as mailbox:
         front = Frontend(ctx, config, mailbox.address)
         async with (

@@ -1,5 +1,6 @@
 """How long a start may take, how soon and how often an actor is started again: one rule for the whole tree."""
 
+import gc
 from typing import Any
 
 import actors
@@ -29,3 +30,14 @@ def rules(supervision: SupervisionSection) -> dict[str, Any]:
 def limits(supervision: SupervisionSection) -> dict[str, Any]:
     """Of each supervisor."""
     return {"intensity": supervision.intensity, "period": supervision.period_s}
+
+
+def sweep(ctx: actors.Context) -> None:
+    """Free what an earlier life of the actor has left in this process, before the next one takes as much again.
+
+    A life that ended is a web of cycles (its traceback, scopes, closures) around megabytes of vocabulary. The collector
+    comes to objects of that age only when there are many of them, not when they are large.
+    """
+    if ctx.generation > 1:
+        gc.collect()
+        gc.collect()  # what has a finalizer lives through the first one

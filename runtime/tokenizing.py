@@ -16,7 +16,7 @@ import actors
 from .config import Config
 from .faults import Door, open_door
 from .peers import MODEL, wait_up
-from .restarts import rules
+from .restarts import rules, sweep
 from .service import BadRequest, Unavailable
 from .sources import ModelFiles
 from .tokenizer import TemplateError, Tokenizer
@@ -35,6 +35,7 @@ def open_tokenizer(files: ModelFiles, config: Config) -> Tokenizer:
 
 async def tokenizer(ctx: actors.Context, config: Config) -> None:
     """The actor. Calls: ``encode``, ``encode_chat`` (ids, or a sentence that says why not), ``decode`` (text)."""
+    sweep(ctx)
     async with open_door(ctx, config) as door:
         await _serve(ctx, config, door)
 

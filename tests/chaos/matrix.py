@@ -43,8 +43,8 @@ class Cell:
 
     @property
     def may_cut(self) -> bool:
-        """A frontend takes its connections along."""
-        return self.name == "frontend0"
+        """A frontend that dies takes its connections along."""
+        return self.name == "frontend0" and self.fault in DEATHS
 
     def __str__(self) -> str:
         return f"{self.fault} {self.actor} ({'process' if self.process else 'task'}) at {self.moment!r}"

@@ -5,6 +5,7 @@ is held, the tree has its full shape, and the processes hold no more than before
 """
 
 import contextlib
+import http.client
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -88,7 +89,7 @@ def walk(
         began = time.monotonic()
         try:
             lost = visit(cell)
-        except (AssertionError, OSError, ValueError) as error:
+        except (AssertionError, OSError, ValueError, http.client.HTTPException) as error:
             stage.chart.marks[cell] = "FAILED"
             failures.append(f"{cell}: {type(error).__name__}: {error}")
             print(failures[-1], flush=True)

@@ -5,6 +5,7 @@ import http.client
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,9 +102,13 @@ def test_a_tokenizer_may_die_as_often_as_any(doors: Server, expected: str) -> No
     assert doors.actors()["http/frontend0"]["generation"] == generation
 
 
-def test_tasks_that_come_back_leave_no_file_open(doors: Server) -> None:
+def test_tasks_that_come_back_leave_no_file_open_and_no_memory_taken(doors: Server) -> None:
     def open_files() -> int:
         return len(os.listdir(f"/proc/{doors.process.pid}/fd"))
+
+    def resident_kb() -> int:
+        pages = int(Path(f"/proc/{doors.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE") // 1024
 
     def revive(times: int) -> None:
         for _ in range(times):
@@ -112,8 +117,9 @@ def test_tasks_that_come_back_leave_no_file_open(doors: Server) -> None:
             doors.wait_ready()
 
     revive(1)
-    before = open_files()
+    before, before_kb = open_files(), resident_kb()
     revive(5)
+    assert resident_kb() < before_kb + 16_000  # a vocabulary takes 8 MB
     deadline = time.monotonic() + 10
     while open_files() > before:  # connections are closed a moment later
         assert time.monotonic() < deadline, f"{before} open files became {open_files()}"
