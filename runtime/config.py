@@ -88,6 +88,9 @@ class SupervisionSection(Struct, frozen=True, forbid_unknown_fields=True):
     hang_timeout_s: Annotated[float, _doc("a step without a beat for this long is a hang; 0 = never", ge=0)] = 60.0
     standby: Annotated[int, _doc("schedulers kept loaded as spares, each with its own weights", ge=0)] = 0
     debug_faults: Annotated[bool, _doc("offer POST /debug/fault, which kills; for tests only")] = False
+    debug_laid: Annotated[
+        tuple[str, ...], _doc('faults of first starts, each "FAULT ACTOR PHASE"; needs debug_faults')
+    ] = ()
     placement: Annotated[Placement, _doc("where actors run")] = Placement()
 
     @property
@@ -332,6 +335,8 @@ def _impossible(config: Config) -> Iterator[str]:
             f"http.frontends = {http.frontends} makes no sense as tasks of one process; "
             'set supervision.placement.frontend = "process" or frontends = 1'
         )
+    if supervision.debug_laid and not supervision.debug_faults:
+        yield "supervision.debug_laid is for tests: set supervision.debug_faults = true too, or remove it"
     if supervision.start_timeout_max_s < supervision.start_timeout_s:
         yield (
             f"supervision.start_timeout_max_s = {supervision.start_timeout_max_s:g} is less than "

@@ -250,7 +250,7 @@ def failure_block(fault: actors.ActorError, last_words: str = "") -> str:
     else:
         return f"runtime: {fault}\n"
     lines = [f"runtime: {head}", ""]
-    facts += [("cause", str(reason)) for _, reason in reasons[-1:]]
+    facts += [("cause", str(_bare(reason))) for _, reason in reasons[-1:]]
     for name, words in facts:
         if words:
             lines += _labelled(name, words)
@@ -258,6 +258,13 @@ def failure_block(fault: actors.ActorError, last_words: str = "") -> str:
         if text.strip():
             lines += ["", f"  {title}", *(f"    {line}" for line in text.rstrip().splitlines())]
     return "\n".join([*lines, ""])
+
+
+def _bare(reason: actors.ExitReason) -> actors.ExitReason:
+    """Without the groups that nurseries put around a single error."""
+    while isinstance(reason, actors.Raised) and len(reason.error.group) == 1:
+        reason = actors.Raised(reason.error.group[0])
+    return reason
 
 
 def _labelled(name: str, words: str) -> Iterator[str]:

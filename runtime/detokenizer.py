@@ -5,6 +5,7 @@ request needs to begin, the output of earlier attempts included, which is replay
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import anyio
@@ -18,6 +19,7 @@ from .handshakes import DetokenizerUp, FrontendUp
 from .mailbox import DataPlane, Outbox
 from .messages import FinishReason, Opened, StepText, StepTokens, TextRow, TokenRow, ids
 from .peers import MODEL, Peers, value, wait_up
+from .restarts import sweep
 from .sources import ModelFiles
 from .tokenizer import Tokenizer
 from .tokenizing import open_tokenizer
@@ -138,10 +140,12 @@ class Detokenization:
 
 async def detokenizer(ctx: actors.Context, config: Config, peers: Peers, plane: DataPlane | None = None) -> None:
     """The actor, as a task (``plane``: its process's) or as a process of its own. Started value: ``DetokenizerUp``."""
+    sweep(ctx)
     async with open_door(ctx, config) as door:
         files = await wait_up(ctx, MODEL, ModelFiles, "wait for the model files", config.supervision.say_s)
         ctx.progress("load the tokenizer")
         tokenizer = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
+        await door.passed()
         await _serve(ctx, config, peers, plane or DataPlane(), Detokenization(tokenizer), door)
 
 
@@ -165,7 +169,12 @@ async def _serve(
                 if (outbox := outboxes.pop(origin, None)) is not None:
                     outbox.close()
 
-    with plane.bind(StepTokens, local=False) as mailbox:
+    def hang_up() -> None:
+        for outbox in outboxes.values():
+            outbox.close()
+
+    with plane.bind(StepTokens, local=False) as mailbox, ExitStack() as closing:
+        closing.callback(hang_up)  # the process may live on
         async with anyio.create_task_group() as tasks:
             for path in peers.engines:
                 tasks.start_soon(watch_scheduler, path)
@@ -177,8 +186,7 @@ async def _serve(
                 messages: Sequence[StepTokens] = ()
                 with anyio.move_on_after(config.supervision.beat_s):
                     messages = await mailbox.receive()
-                if door.stuck:
-                    await anyio.sleep_forever()
+                await door.passed()
                 for message in messages:
                     for origin, text in texts.step(message).items():
                         if origin not in outboxes:

@@ -10,7 +10,7 @@ happens in the actor itself: each one that can be told has one hook, ``open_door
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
@@ -53,6 +53,12 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lives: int = 1  # for phase and prompt: in how many lives of the actor, 0 = in all
 
 
+def first_fault(text: str) -> Fault:
+    """What a first start is to meet, as "FAULT ACTOR PHASE". Raises ValueError."""
+    name, actor, phase = text.split(None, 2)
+    return msgspec.convert({"actor": actor, "fault": name, "phase": phase}, Fault)
+
+
 class Hello(msgspec.Struct, frozen=True):
     """A step loop begins, and asks what is laid for it."""
 
@@ -85,17 +91,27 @@ def fire(fault: Fault) -> None:
 # --- the hooks
 
 
-def _trap_phases(ctx: Any, laid: list[Fault]) -> None:
-    """Have the actor's reports of its start set off what is laid there."""
-    progress = ctx.progress
+STARTED = "started"  # the last phase of every start: about to say that it is ready
 
-    def report(phase: str, *arguments: Any, **more: Any) -> None:
-        progress(phase, *arguments, **more)
+
+def _trap_phases(ctx: Any, laid: list[Fault], fire: Callable[[Fault], None] = fire) -> None:
+    """Have the actor's reports of its start set off what is laid there."""
+    progress, started = ctx.progress, ctx.started
+
+    def set_off(phase: str) -> None:
         for fault in laid:
             if fault.phase and fault.phase == phase:
                 fire(fault)
 
-    ctx.progress = report
+    def report(phase: str, *arguments: Any, **more: Any) -> None:
+        progress(phase, *arguments, **more)
+        set_off(phase)
+
+    def report_started(value: Any = None) -> None:
+        set_off(STARTED)
+        started(value)
+
+    ctx.progress, ctx.started = report, report_started
 
 
 class ThreadDoor:
@@ -151,12 +167,17 @@ class Door:
 
     stuck = False
 
+    async def passed(self) -> None:
+        """Never, where it is stuck."""
+        if self.stuck:
+            await anyio.sleep_forever()
+
 
 class _OpenDoor(Door):
     def __init__(self, ctx: actors.Context, laid: Laid) -> None:
         self._is_task = laid.is_task
         self._send, self._coming = anyio.create_memory_object_stream[Fault](100)
-        _trap_phases(ctx, list(laid.faults))
+        _trap_phases(ctx, list(laid.faults), self._fire)
         ctx.on("fault", self._take)
 
     async def _take(self, payload: Any, info: actors.CallInfo) -> None:
@@ -166,10 +187,13 @@ class _OpenDoor(Door):
         """Raises what is asked for."""
         with self._send, self._coming:
             async for fault in self._coming:
-                if fault.fault == "stuck" and self._is_task:
-                    self.stuck = True  # to block the loop would be to block everyone on it
-                else:
-                    fire(fault)
+                self._fire(fault)
+
+    def _fire(self, fault: Fault) -> None:
+        if fault.fault == "stuck" and self._is_task:
+            self.stuck = True  # to block the loop would be to block everyone on it
+        else:
+            fire(fault)
 
 
 CLOSED = Door()
@@ -184,19 +208,24 @@ async def open_door(ctx: actors.Context, config: Config) -> AsyncIterator[Door]:
         if isinstance(notice, actors.Up):
             break
     door = _OpenDoor(ctx, value(await ctx.call(FAULTS, "hello", Hello(ctx.path)), Laid))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(door.serve)
-        yield door
-        tasks.cancel_scope.cancel()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(door.serve)
+            yield door
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) > 1:
+            raise
+        raise group.exceptions[0] from None  # what the actor raises with the door closed
 
 
 # --- the actor that faults are asked of
 
 
 class _Faults:
-    def __init__(self, ctx: actors.Context, peers: Peers) -> None:
+    def __init__(self, ctx: actors.Context, config: Config, peers: Peers) -> None:
         self._ctx, self._peers = ctx, peers
-        self._laid: list[Fault] = []
+        self._laid = [first_fault(text) for text in config.supervision.debug_laid]
 
     def _of(self, path: str) -> tuple[Fault, ...]:
         """What is laid for a life that begins; one life less is left of it."""
@@ -211,7 +240,9 @@ class _Faults:
     async def hello(self, payload: Any, info: actors.CallInfo) -> Laid:
         path = value(payload, Hello).path
         seen = (await self._ctx.snapshot()).find(path)
-        return Laid(self._of(path), is_task=seen is not None and seen.kind == "task")
+        is_task = seen is not None and seen.kind == "task"
+        laid = self._of(path)
+        return Laid(tuple(fault for fault in laid if not is_task or fault.fault in FOR_TASKS), is_task)
 
     async def fault(self, payload: Any, info: actors.CallInfo) -> str:
         """Do it, or lay it. Returns an empty text, or a sentence that says why not."""
@@ -271,9 +302,9 @@ def _send_frame(address: str, frame: bytes) -> None:
     context.term()
 
 
-async def faults(ctx: actors.Context, peers: Peers) -> None:
+async def faults(ctx: actors.Context, config: Config, peers: Peers) -> None:
     """The actor. Calls: ``fault`` (a ``Fault``) -> text; ``hello`` (``Hello``) -> ``Laid``. Casts: ``Hello``."""
-    desk = _Faults(ctx, peers)
+    desk = _Faults(ctx, config, peers)
     ctx.on("fault", desk.fault)
     ctx.on("hello", desk.hello)
     ctx.started()

@@ -18,8 +18,9 @@ from .sources import ModelFiles, Progress, cached, resolve
 
 async def model(ctx: actors.Context, config: Config) -> None:
     """The actor. Started value: ``ModelFiles``."""
-    async with open_door(ctx, config):
+    async with open_door(ctx, config) as door:
         ctx.progress("find the model")
+        await door.passed()
         section = config.model
         find = partial(cached, section.source, tokenizer=section.tokenizer, weights=not section.dummy_weights)
         files = await anyio.to_thread.run_sync(find, abandon_on_cancel=True)

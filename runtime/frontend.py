@@ -22,6 +22,7 @@ from .peers import DETOKENIZER, METRICS, Peers, value, walk
 from .reload import Reloaded
 from .report import Histogram, Report
 from .requests import Request, RequestTable
+from .restarts import limits, sweep
 from .service import BadRequest, Delta, ModelInfo, QueueFull, Sink, TokenizerClient, Unavailable
 from .tokenizing import TokenizerProxy, tokenizer_spec
 
@@ -192,6 +193,10 @@ class Frontend:
     def _leave(self) -> None:
         self._engine = ""
         self._table.scheduler_down()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close what leads to the scheduler: the process, and its other actors, may live on."""
         if self._outbox is not None:
             self._outbox.close()
             self._outbox = None
@@ -256,11 +261,12 @@ async def open_frontend(
 
     Leaving the block aborts what still runs.
     """
+    sweep(ctx)
     with plane.bind(StepText, local=local) as mailbox:
         front = Frontend(ctx, config, mailbox.address)
         async with (
             open_door(ctx, config),
-            ctx.open_supervisor([tokenizer_spec(config)], wait_started=False) as helpers,
+            ctx.open_supervisor([tokenizer_spec(config)], wait_started=False, **limits(config.supervision)) as helpers,
             anyio.create_task_group() as tasks,
         ):
             front.helped_by(helpers)
@@ -275,4 +281,5 @@ async def open_frontend(
                 yield front
             finally:
                 front.fail_all("The server has stopped.")
+                front.hang_up()
                 tasks.cancel_scope.cancel()

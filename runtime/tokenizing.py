@@ -16,6 +16,7 @@ import actors
 from .config import Config
 from .faults import Door, open_door
 from .peers import MODEL, wait_up
+from .restarts import rules, sweep
 from .service import BadRequest, Unavailable
 from .sources import ModelFiles
 from .tokenizer import TemplateError, Tokenizer
@@ -34,6 +35,7 @@ def open_tokenizer(files: ModelFiles, config: Config) -> Tokenizer:
 
 async def tokenizer(ctx: actors.Context, config: Config) -> None:
     """The actor. Calls: ``encode``, ``encode_chat`` (ids, or a sentence that says why not), ``decode`` (text)."""
+    sweep(ctx)
     async with open_door(ctx, config) as door:
         await _serve(ctx, config, door)
 
@@ -42,11 +44,11 @@ async def _serve(ctx: actors.Context, config: Config, door: Door) -> None:
     files = await wait_up(ctx, MODEL, ModelFiles, "wait for the model files", config.supervision.say_s)
     ctx.progress("load the tokenizer")
     words = await anyio.to_thread.run_sync(partial(open_tokenizer, files, config), abandon_on_cancel=True)
+    await door.passed()
     threads = anyio.CapacityLimiter(THREADS)
 
     async def work(size: int, function: Any) -> Any:
-        if door.stuck:
-            await anyio.sleep_forever()
+        await door.passed()
         if size <= INLINE_CHARS:
             return function()
         return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=threads)
@@ -79,15 +81,7 @@ async def _serve(ctx: actors.Context, config: Config, door: Door) -> None:
 
 
 def tokenizer_spec(config: Config) -> actors.ChildSpec:
-    supervision = config.supervision
-    return actors.ChildSpec(
-        "tokenizer",
-        tokenizer,
-        args=(config,),
-        start_timeout=supervision.start_timeout_s,
-        start_timeout_max=supervision.start_timeout_max_s,
-        stop_timeout=supervision.stop_timeout_s,
-    )
+    return actors.ChildSpec("tokenizer", tokenizer, args=(config,), **rules(config.supervision))
 
 
 class TokenizerProxy:

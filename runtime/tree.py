@@ -38,12 +38,11 @@ from .handshakes import SchedulerUp
 from .mailbox import DataPlane
 from .metrics import metrics
 from .peers import DETOKENIZER, METRICS, MODEL, Peers, value
+from .restarts import limits, rules
 from .service import ModelInfo
 
 CLIENT = "client"
 HTTP = "http"
-# What a restart can't mend: the model's files, or what the configuration says of them.
-HOPELESS = ("ModelError", "SourceError", "TokenizerError", "TemplateError")
 # Leaving the block cuts what runs; this is for its error events to get out.
 EXIT_GRACE_S = 0.25
 
@@ -60,10 +59,6 @@ async def client(
         await ctx.draining.wait()
         if ctx.deadline is not None and math.isfinite(ctx.deadline):  # else the tree gave up: nothing to wait for
             await front.drain()
-
-
-def hopeless(reason: actors.ExitReason) -> bool:
-    return isinstance(reason, actors.Raised) and any(reason.error.matches(name) for name in HOPELESS)
 
 
 def final(reason: actors.ExitReason) -> bool:
@@ -106,15 +101,8 @@ def specs(
 ) -> list[actors.Spec]:
     """The children of the root. ``give`` gets the embedder's frontend, where ``peers`` name one."""
     s = config.supervision
-    common: dict[str, Any] = {
-        "depends_on": (),
-        "start_timeout": s.start_timeout_s,
-        "start_timeout_max": s.start_timeout_max_s,
-        "stop_timeout": s.stop_timeout_s,
-    }
-    limits: dict[str, Any] = {"intensity": s.intensity, "period": s.period_s, "give_up_on": final}
-    # Streams wait for those who come back: no pause before the first restart that anybody would notice.
-    common |= {"backoff": actors.Backoff(min=0.05, max=5.0), "give_up_on": hopeless}
+    common: dict[str, Any] = {"depends_on": (), **rules(s)}
+    below: dict[str, Any] = {**limits(s), "give_up_on": final}
     beats: dict[str, Any] = {"hang_timeout": s.hang_timeout_s or None}  # of processes: a task can't be killed
     process = peers.detokenizer_is_process
     tree: list[actors.Spec] = [
@@ -136,7 +124,7 @@ def specs(
                 ],
                 strategy="one_for_all",
                 depends_on=(),
-                **limits,
+                **below,
             )
             for path in peers.engines
         ],
@@ -150,7 +138,7 @@ def specs(
         ),
     ]
     if s.debug_faults:
-        tree.append(actors.ChildSpec(FAULTS, faults, args=(peers,), **common))
+        tree.append(actors.ChildSpec(FAULTS, faults, args=(config, peers), **common))
     if listener is not None:
         in_process = config.supervision.placement.frontend == "process"
         tree.append(
@@ -171,7 +159,7 @@ def specs(
                     if path != CLIENT
                 ],
                 depends_on=(),
-                **limits,
+                **below,
             )
         )
     if CLIENT in peers.frontends:
@@ -217,8 +205,7 @@ async def open_tree(
         async with actors.open_supervisor(
             children,
             name="root",
-            intensity=s.intensity,
-            period=s.period_s,
+            **limits(s),
             wait_started=False,
             on_event=on_event,
         ) as supervisor:

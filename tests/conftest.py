@@ -10,8 +10,9 @@ settings.load_profile("runtime")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     chaos = parser.getgroup("chaos")
-    chaos.addoption("--chaos-rounds", type=int, default=0, help="rounds of each chaos test; 0 = a few, on one server")
-    chaos.addoption("--chaos-seed", type=int, default=1, help="which rounds")
+    chaos.addoption("--chaos-whole", action="store_true", help="every fault at every moment, not a few of them")
+    chaos.addoption("--chaos-like", default="", help="of these, only those that this is a part of: 'stop detokenizer'")
+    chaos.addoption("--chaos-seed", type=int, default=1, help="their order, and which a few are")
     chaos.addoption("--soak-minutes", type=float, default=0.0, help="how long the soak test runs; 0 = not at all")
     parser.addoption(
         "--full",

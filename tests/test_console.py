@@ -162,3 +162,11 @@ def test_a_supervisor_that_gave_up_is_one_block() -> None:
     ]
     hung = actors.RestartLimitExceeded("", (("x", actors.Unresponsive(60.0, "step", "Thread 1:\n  poll")),), "hung")
     assert "Thread 1:" in failure_block(hung)
+
+
+def test_one_error_in_groups_is_the_cause_itself() -> None:
+    group = RemoteErrorData("builtins.ExceptionGroup", "from a nursery", group=(ERROR,))
+    group = RemoteErrorData("builtins.ExceptionGroup", "from another", group=(group,))
+    lines = failure_block(actors.ActorStartError("http/frontend0", Raised(group), "start", Progress())).splitlines()
+    assert "  cause     raised runtime.models.config.ModelError: x is cut off" in lines
+    assert any("from another" in line for line in lines)  # where it passed is in the traceback

@@ -1,92 +1,120 @@
-"""Rounds of chaos: a fault at a moment, drawn from a seed; and what must hold when it is over."""
+"""One fault at a moment, and what must hold when it is over."""
 
 import contextlib
+import http.client
 import os
-import random
+import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from chaos.load import Answer, Load
-from serve.servekit import Server, descendants
+from chaos.matrix import SCHEDULER, STARTS, Cell
+from serve.servekit import Server, descendants, left_behind
 
-SCHEDULER = "replica0/scheduler0"
-STARTS = {SCHEDULER: ("import torch", "weights", "first step"), "detokenizer": ("load the tokenizer",)}
-DEATHS = ("kill", "stop", "raise", "exit", "abort", "stuck")
 PATIENCE_S = 90.0
+CAUSES = {
+    "kill": "killed by SIGKILL",
+    "abort": "killed by SIGABRT",
+    "exit": "exited with code 0",
+    "raise": "Provoked: ",
+    "stop": "did not start within",
+    "stuck": "did not start within",
+}
 
 
-@dataclass(frozen=True)
-class Round:
-    """``moment``: idle, prefill, decode, or the phase of a start."""
-
-    actor: str
-    fault: str
-    moment: str
-
-    def __str__(self) -> str:
-        return f"{self.fault} {self.actor} at {self.moment!r}"
+def provoke(server: Server, cell: Cell, **when: Any) -> None:
+    """Through the debug door. A frontend may be gone before it can say that it has heard."""
+    try:
+        reply = server.post("/debug/fault", {"actor": cell.actor, "fault": cell.fault, **when})
+    except (OSError, http.client.HTTPException):
+        assert cell.may_cut
+    else:
+        assert reply.status == 200, reply.body
 
 
-def every_round(server: Server) -> list[Round]:
-    """All of them that make sense for the actors of a server, as they are placed."""
-    found: list[Round] = []
-    for path, actor in server.actors().items():
-        process = actor["pid"] is not None
-        faults = DEATHS if process else ("raise", "stuck") if path.endswith("/tokenizer") else ("raise",)
-        if path == "faults":
-            continue
-        for fault in faults:
-            found += [Round(path, fault, moment) for moment in ("idle", "decode")]
-            if path == SCHEDULER:
-                found.append(Round(path, fault, "prefill"))
-            if process:
-                found += [Round(path, fault, phase) for phase in STARTS.get(path, ())]
-    found += [Round(SCHEDULER, frame, "decode") for frame in ("garbage", "oversized")]
-    found += [Round("detokenizer", frame, "decode") for frame in ("garbage", "oversized")]
-    return found
-
-
-def drawn(server: Server, seed: int, count: int) -> list[Round]:
-    rounds = every_round(server)
-    random.Random(seed).shuffle(rounds)
-    return [rounds[at % len(rounds)] for at in range(count)]
-
-
-def provoke(server: Server, actor: str, fault: str, **when: Any) -> None:
-    reply = server.post("/debug/fault", {"actor": actor, "fault": fault, **when})
-    assert reply.status == 200, reply.body
-
-
-def play(load: Load, chosen: Round) -> int:
-    """One round. Returns how many requests were lost, which only a frontend's death may cause."""
+def play(load: Load, cell: Cell) -> int:
+    """A cell of a server that has started. Returns how many requests were lost."""
     server = load.server
-    may_fail = chosen.actor.startswith("http/frontend") and not chosen.actor.endswith("tokenizer")
     answers: list[Answer] = []
-    if chosen.moment == "idle":
-        with contextlib.suppress(OSError) if may_fail else contextlib.nullcontext():
-            provoke(server, chosen.actor, chosen.fault)
-        if may_fail:
+    if cell.moment == "idle":
+        provoke(server, cell)
+        if cell.may_cut:
             wait_whole(server)
         answers = load.start()
+    elif cell.moment in STARTS:
+        provoke(server, cell, phase=cell.phase)
+        answers = begin(load, 4)
+        provoke(server, Cell(cell.actor, "kill" if cell.process else "raise", "decode", cell.process))
+    elif cell.moment == "prefill":
+        assert server.post("/flush_cache", None).status == 200  # else there is none for prompts that came before
+        if cell.actor == SCHEDULER and cell.fault not in ("garbage", "oversized"):
+            provoke(server, cell, step=2)
+            answers = load.start()
+        else:
+            answers = begin(load, 1)  # the long prompt still has some chunks to go
+            provoke(server, cell)
     else:
-        if chosen.moment == "prefill":
-            provoke(server, chosen.actor, chosen.fault, step=2)
-        elif chosen.moment != "decode":
-            provoke(server, chosen.actor, chosen.fault, phase=chosen.moment)
-        answers = load.start()
-        first = answers[0].stream
-        assert first is not None
-        first.wait_events(4)
-        if chosen.moment == "decode":
-            with contextlib.suppress(OSError) if may_fail else contextlib.nullcontext():
-                provoke(server, chosen.actor, chosen.fault)
-        elif chosen.moment != "prefill":
-            provoke(server, chosen.actor, "kill")
-    lost = load.check(answers, may_fail=may_fail)
+        answers = begin(load, 4)
+        provoke(server, cell)
+    lost = load.check(answers, may_fail=cell.may_cut)
     wait_whole(server)
     return lost
+
+
+def begin(load: Load, events: int) -> list[Answer]:
+    """The load, under way: its first stream has seen so many events."""
+    answers = load.start()
+    first = answers[0].stream
+    assert first is not None
+    first.wait_events(events)
+    return answers
+
+
+def play_drain(load: Load, cell: Cell) -> int:
+    """A fault while a server, which has the load, drains: it ends within its budget, with exit code 0, and leaves
+    nothing. Returns how many requests were lost.
+    """
+    server = load.server
+    before = left_behind(set())
+    answers = begin(load, 3)
+    family = descendants(server.process.pid)
+    server.process.send_signal(signal.SIGTERM)
+    for reply in server.answers():
+        if reply.json["state"] == "draining":
+            break
+    provoke(server, cell)
+    lost = load.check(answers, may_fail=cell.may_cut)
+    assert server.wait_exit() == 0
+    server.wait_gone(family, 2)
+    assert left_behind(family) <= before
+    return lost
+
+
+def play_first_start(server: Server, cell: Cell) -> None:
+    """A server whose first start meets a fault (``supervision.debug_laid``): it says who, when and why, ends with exit
+    code 1, and leaves nothing.
+    """
+    before = left_behind(set())
+    family: set[int] = set()
+    while server.process.poll() is None:
+        family |= descendants(server.process.pid)
+        time.sleep(0.02)
+    assert server.process.returncode == 1, server.log
+    block = server.log.partition("runtime: the start failed")[2]
+    facts = {line[2:11].strip(): line[12:] for line in block.splitlines() if line[:2] == "  " and line[2:3] != " "}
+    cause = facts.get("cause", "")
+    assert CAUSES[cell.fault] in cause, block
+    if facts.get("actor") != cell.actor:  # inside another process, whose start has failed by it
+        assert f"actor {cell.actor!r} did not start" in cause, block
+        facts["phase"] = cause.partition("in phase '")[2]
+    assert facts.get("phase") or cell.name == "metrics", block
+    # Who is gone at once takes the word of its last phase along; a stuck task goes on to where it would wait; "started"
+    # is no phase of its own to the tree.
+    if cell.fault == "raise" and cell.phase != "started":
+        assert facts["phase"].startswith(cell.phase), block
+    server.wait_gone(family, 2)
+    assert left_behind(family) <= before
 
 
 def wait_whole(server: Server) -> None:
@@ -95,7 +123,7 @@ def wait_whole(server: Server) -> None:
     why = ""
     while time.monotonic() < deadline:
         assert server.process.poll() is None, "the server has ended"
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             ready = server.get("/ready")
             if ready.status == 200 and ready.json["state"] == "ready":
                 held = {

@@ -55,6 +55,18 @@ def alive(pid: int) -> bool:
     return processes().get(pid, (0, "Z"))[1] != "Z"
 
 
+def left_behind(pids: set[int]) -> set[str]:
+    """Shared memory, temporary files of ours, and listening data sockets."""
+    files = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    files |= {str(path) for path in Path("/tmp").iterdir() if "runtime" in path.name or "actor" in path.name}
+    inodes: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            inodes |= {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return files | {line for line in sockets if "@runtime-" in line and f"socket:[{line.split()[6]}]" in inodes}
+
+
 @dataclass
 class Reply:
     status: int

@@ -1,6 +1,11 @@
 """The debug door, and what the tree does about what comes through it."""
 
+import contextlib
+import http.client
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +89,40 @@ def test_a_fault_of_an_actor_is_its_death(doors: Server, expected: str, actor: s
     provoke(doors, actor, "raise")
     assert stream.wait_end().text == expected
     doors.wait_metric("runtime_actor_restarts_total", before + 1, actor=actor)
+
+
+def test_a_tokenizer_may_die_as_often_as_any(doors: Server, expected: str) -> None:
+    tokenizer = "http/frontend0/tokenizer"
+    generation = doors.actors()["http/frontend0"]["generation"]
+    for _ in range(6):
+        before = restarts(doors, tokenizer)
+        provoke(doors, tokenizer, "raise")
+        doors.wait_metric("runtime_actor_restarts_total", before + 1, actor=tokenizer)
+        assert doors.complete(STORY, max_tokens=40)["choices"][0]["text"] == expected
+    assert doors.actors()["http/frontend0"]["generation"] == generation
+
+
+def test_tasks_that_come_back_leave_no_file_open_and_no_memory_taken(doors: Server) -> None:
+    def open_files() -> int:
+        return len(os.listdir(f"/proc/{doors.process.pid}/fd"))
+
+    def resident_kb() -> int:
+        pages = int(Path(f"/proc/{doors.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE") // 1024
+
+    def revive(times: int) -> None:
+        for _ in range(times):
+            with contextlib.suppress(OSError, http.client.HTTPException):  # it may be gone before it can answer
+                provoke(doors, "http/frontend0", "raise")
+            doors.wait_ready()
+
+    revive(1)
+    before, before_kb = open_files(), resident_kb()
+    revive(5)
+    assert resident_kb() < before_kb + 16_000  # a vocabulary takes 8 MB
+    deadline = time.monotonic() + 10
+    while open_files() > before:  # connections are closed a moment later
+        assert time.monotonic() < deadline, f"{before} open files became {open_files()}"
 
 
 def test_a_stuck_tokenizer_is_replaced(doors: Server, expected: str) -> None:

@@ -1,12 +1,10 @@
 """Ends: by signal, with and without patience, and by the root's own death."""
 
-import contextlib
-import os
 import signal
 from pathlib import Path
 
 import pytest
-from servekit import Server, descendants
+from servekit import Server, descendants, left_behind
 
 STORY = "Once upon a time there was a small town by the sea, and in it"
 LONG = {"max_tokens": 4000, "ignore_eos": True}
@@ -60,18 +58,6 @@ def test_a_second_signal_ends_now(fresh: Server) -> None:
     fresh.process.send_signal(signal.SIGINT)
     assert fresh.wait_exit(5) == 128 + signal.SIGINT
     fresh.wait_gone(family, 2)
-
-
-def left_behind(pids: set[int]) -> set[str]:
-    """Shared memory, temporary files of ours, and listening data sockets."""
-    files = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    files |= {str(path) for path in Path("/tmp").iterdir() if "runtime" in path.name or "actor" in path.name}
-    inodes: set[str] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            inodes |= {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
-    sockets = Path("/proc/net/unix").read_text().splitlines()
-    return files | {line for line in sockets if "@runtime-" in line and f"socket:[{line.split()[6]}]" in inodes}
 
 
 @pytest.mark.parametrize("moment", ["idle", "streaming", "draining"])
