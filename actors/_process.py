@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from typing import Any
+from collections.abc import Callable
 
 import anyio
 
 from . import _wire as wire
-from ._exit import Exited, ExitReason, Lost, Progress, Raised, Returned, Signalled, StartTimeout, Stopped, Unresponsive
+from ._events import Event
+from ._exit import Exited, ExitReason, Lost, Raised, Returned, Signalled, Stopped, Unresponsive
 from ._hub import Hub
-from ._incarnation import Observer, State
+from ._incarnation import Actor, Observer, State
 from ._launcher import ExitStatus, Launcher, Process
 from ._link import Link
-from ._peer import Peer
 from ._remote import capture
-from ._snapshot import Snapshot
+from ._snapshot import Snapshot, aged
 from ._spec import ChildSpec
 
 FAILED_START_GRACE_S = 0.3  # for a process whose start has failed to be gone
@@ -29,38 +29,38 @@ STACKS_TIMEOUT_S = 1.0
 TAIL_LINES = 50
 
 
-class ProcessActor:
-    """Liveness is two facts joined: the kernel's word on the process, and its own words on the control channel."""
+class ProcessActor(Actor):
+    """Liveness is two facts joined: the kernel's word on the process, and its own words on the control channel.
+
+    `report` gets what supervisors inside it say.
+    """
+
+    kind = "process"
 
     def __init__(
-        self, spec: ChildSpec, path: str, generation: int, *, hub: Hub, observer: Observer, launcher: Launcher
+        self,
+        spec: ChildSpec,
+        path: str,
+        generation: int,
+        *,
+        hub: Hub,
+        observer: Observer,
+        launcher: Launcher,
+        report: Callable[[Event], None],
     ) -> None:
-        self.path = path
-        self.generation = generation
-        self.pid: int | None = None
-        self.state = State.NEW
-        self.phase = ""
-        self.progress = Progress()
-        self.value: Any = None
-        self.started_at: float | None = None
-        self.exception: BaseException | None = None
-        self.tree: tuple[Snapshot, ...] = ()
-        self.tree_at = 0.0
+        super().__init__(path, generation, hub, observer, spec.start_timeout, spec.start_timeout_max)
         self._spec = spec
-        self._hub = hub
-        self._observer = observer
         self._launcher = launcher
+        self._report = report
+        self._tree: Snapshot | None = None  # as it last told
+        self._tree_at = 0.0
         self._process: Process | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._tail_rest = b""
         self._waiting = anyio.CancelScope()
-        self._clock_wake = anyio.Event()
-        self._begun_at = self._beat_at = 0.0
-        self._start_deadline = math.inf
+        self._beat_at = 0.0
         self._kill_at = math.inf  # the earliest of all reasons to kill it
         self._killed_at: float | None = None
-        self._stopped_by: str | None = None
-        self._deadline = math.inf
         self._bye: ExitReason | None = None
         self._bye_first = False  # it ended by itself, before anyone stopped it
         self._decided: ExitReason | None = None  # by us: it started too late, or hangs
@@ -72,19 +72,21 @@ class ProcessActor:
         return tuple(self._tail)
 
     def mailbox_counts(self) -> tuple[int, int]:
-        return next(((top.mailbox, top.dropped) for top in self.tree), (0, 0))
+        return (0, 0) if self._tree is None else (self._tree.mailbox, self._tree.dropped)
+
+    def inner(self) -> tuple[Snapshot, ...]:
+        children = () if self._tree is None else self._tree.children
+        return tuple(aged(child, anyio.current_time() - self._tree_at) for child in children)
 
     def take_tree(self, snapshot: Snapshot) -> None:
-        self.tree = (snapshot,)
-        self.tree_at = anyio.current_time()
+        self._tree = snapshot
+        self._tree_at = anyio.current_time()
 
     # -- life ---
     async def run(self) -> ExitReason:
         if self._stopped_by is not None:
             return Stopped(self._stopped_by)
-        self.state = State.SPAWNING
-        self._begun_at = anyio.current_time()
-        self._extend_start()
+        self._begin(State.SPAWNING)
         grace = ORPHAN_GRACE_S if self._spec.stop_timeout is None else min(self._spec.stop_timeout, ORPHAN_GRACE_S)
         try:
             self._process = process = self._launcher.launch(self._spec, self.path, grace)
@@ -92,14 +94,12 @@ class ProcessActor:
             self.exception = exc
             return Raised(capture(exc))
         self.pid = process.pid
-        self._hub.changed()
+        self.hub.changed()
         reason: ExitReason = Lost("its supervisor was torn down")
-        self._link = Link(process.control, lambda: peer.flush_taken())
-        peer = Peer(self._hub, self.path, self._link, self._on_control)
-        peer.generation = self.generation
+        self._link = Link(process.control, self.hub, self._on_control, self.path, self.generation)
         try:
             self._link.send(self._launch_frame(grace))
-            self._hub.register(peer)
+            self.hub.add_below(self.path, self._link)
             status = await self._live(process)
             reason = self._verdict(status)
             if status is not None:
@@ -112,8 +112,8 @@ class ProcessActor:
             raise
         finally:
             self.state = State.ENDED
-            peer.close(self.generation, reason)
-            self._hub.unregister(peer, self.generation, reason)
+            self._link.died(self.generation, reason)
+            self.hub.remove(self.path, self.generation, reason)
             self._link.close()
             process.close()
         return reason
@@ -128,7 +128,7 @@ class ProcessActor:
             tasks.start_soon(self._run_clock)
             with self._waiting:
                 status = await process.wait()
-                self._link.read_rest(self._on_frame)
+                self._link.read_rest()
                 self._read_stderr_now()
             tasks.cancel_scope.cancel()
         return status
@@ -146,7 +146,7 @@ class ProcessActor:
             spec.overflow,
             spec.drain,
             grace_s,
-            self._hub.generations_below(self.path),
+            self.hub.generations_below(self.path),
         )
 
     def _verdict(self, status: ExitStatus | None) -> ExitReason:
@@ -186,7 +186,7 @@ class ProcessActor:
     # -- its words ---
     async def _read(self) -> None:
         try:
-            await self._link.read(self._on_frame)
+            await self._link.read()
         except wire.ProtocolError as exc:
             self._lost = f"it broke the protocol: {exc}"
             self._kill_by(0.0)
@@ -195,59 +195,44 @@ class ProcessActor:
             self._lost = "it closed its control channel and stayed alive"
             self._kill_by(LOST_GRACE_S)
 
-    def _on_frame(self, frame: wire.AnyFrame) -> None:
-        peer = self._hub.endpoints.get(self.path)
-        assert isinstance(peer, Peer)
-        peer.on_frame(frame)
-
     def _on_control(self, frame: wire.AnyFrame) -> None:
         match frame:
             case wire.Boot():
                 if self.state is State.SPAWNING:
                     self.state = State.BOOTED
-                self._observer.progressed(self)
+                self._tell("progress", progress=self.progress)
             case wire.Phase(progress):
                 if progress.phase != "import" and self.state is State.BOOTED:
                     self.state = State.STARTING
                     self._reached_target = True
-                self.progress = progress
-                self.phase = progress.phase
-                self._extend_start()
-                self._observer.progressed(self)
+                self.on_progress(progress)
             case wire.Started(value):
-                self._on_started(value)
+                self._beat_at = anyio.current_time()
+                self.on_started(wire.load(value))
+                if self._stopped_by is None:
+                    self._tell("started")
             case wire.Beat(phase):
                 self._beat_at = anyio.current_time()
                 if phase != self.phase:  # another limit holds, maybe an earlier one
                     self.phase = phase
                     self._clock_wake.set()
+                assert self._observer is not None
                 self._observer.beat(self)
             case wire.Bye(reason):
                 self._bye = reason
                 self._bye_first = self._stopped_by is None
                 if self.started_at is None and self._bye_first:
-                    self._observer.failed_start(self, reason)
+                    self._tell("failed_start", reason=reason)
                 self._kill_by(FAILED_START_GRACE_S if self.started_at is None else EXIT_GRACE_S)
             case wire.Tree(snapshot):
-                self.tree = wire.decode_snapshot(snapshot)
-                self.tree_at = anyio.current_time()
-                self._hub.changed()
+                self.take_tree(snapshot)
+                self.hub.changed()
             case wire.Reported(event):
-                self._observer.reported(event)
+                self._report(event)
             case wire.Generation(path, number):
-                self._hub.note_generation(path, number)
+                self.hub.note_generation(path, number)
             case _:
                 raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
-
-    def _on_started(self, value: bytes) -> None:
-        self.value = wire.load(value)
-        self.started_at = self._beat_at = anyio.current_time()
-        self.phase = ""
-        if self.state in (State.SPAWNING, State.BOOTED, State.STARTING):
-            self.state = State.RUNNING
-        self._clock_wake.set()
-        if self._stopped_by is None:
-            self._observer.has_started(self)
 
     async def _read_stderr(self) -> None:
         assert self._process is not None
@@ -276,10 +261,6 @@ class ProcessActor:
         return False
 
     # -- its time ---
-    def _extend_start(self) -> None:
-        now = anyio.current_time()
-        self._start_deadline = min(now + self._spec.start_timeout, self._begun_at + self._spec.start_timeout_max)
-
     def _kill_by(self, delay_s: float) -> None:
         self._kill_at = min(self._kill_at, anyio.current_time() + delay_s)
         self._clock_wake.set()
@@ -304,9 +285,7 @@ class ProcessActor:
             elif alive and self.started_at is None:
                 until = min(until, self._start_deadline)
                 if now >= self._start_deadline:
-                    limit = round(self._start_deadline - self._begun_at, 3)
-                    self._decided = StartTimeout(self.phase, self.progress, limit)
-                    self._observer.failed_start(self, self._decided)
+                    self._decided = self._start_failed()
                     await self.thread_stacks()
                     self._kill_by(0.0)
                     continue
@@ -319,9 +298,7 @@ class ProcessActor:
                     self._decided = Unresponsive(round(silent, 3), phase, stacks)
                     self._kill_by(0.0)
                     continue
-            self._clock_wake = anyio.Event()
-            with anyio.move_on_at(until):
-                await self._clock_wake.wait()
+            await self._next_alarm(until)
 
     async def thread_stacks(self) -> str:
         """The stacks of all its threads, taken by a signal, so also when stuck. They go to the stderr tail too."""
@@ -341,17 +318,17 @@ class ProcessActor:
     def _give_up_on_process(self) -> None:
         assert self._process is not None
         text = f"SIGKILL was sent {REAP_TIMEOUT_S:g} s ago and it still exists: {self._process.describe()}"
-        self._observer.stuck(self, text)
+        self._tell("stuck", text=text)
         self._waiting.cancel()
 
     def stop(self, deadline: float, by: str) -> None:
         now = anyio.current_time()
-        if self._stopped_by is not None and deadline >= self._deadline:
+        if self._stopped_by is not None and deadline >= self.stop_deadline:
             return
         if self._stopped_by is None:
             self._stop_at = now
         self._stopped_by = self._stopped_by or by
-        self._deadline = deadline
+        self.stop_deadline = deadline
         if self._process is None:
             return
         if self.state in (State.SPAWNING, State.BOOTED):  # its target hasn't begun: there is nothing to unwind
@@ -368,4 +345,4 @@ class ProcessActor:
         if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
             self._kill_by(FAILED_START_GRACE_S)
         self._clock_wake.set()
-        self._hub.changed()
+        self.hub.changed()

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.lowlevel
 
+from ._calls import call, cast
 from ._context import Watch
+from ._door import STACKS
 from ._errors import ActorError, CallTimeout, NoSuchActor
 from ._hub import Hub
 from ._notices import Down
@@ -42,12 +44,12 @@ class Ref:
         Raises ActorDied (also when it dies meanwhile), RemoteError (the handler raised), CallTimeout, NoSuchActor.
         """
         hub = self._hub
-        return await hub.call(self.path, method, payload, timeout, caller=hub.base, generation=self.generation)
+        return await call(hub, self.path, method, payload, timeout, caller=hub.base, generation=self.generation)
 
     async def cast(self, payload: Any) -> None:
         """Put `payload` into the mailbox; what happens when it is full is the spec's `overflow`. A cancelled cast that
         waits for room sends nothing. Raises ActorDied, MailboxFull, NoSuchActor."""
-        await self._hub.cast(self.path, payload, generation=self.generation)
+        await cast(self._hub, self.path, payload, generation=self.generation)
 
     def cast_nowait(self, payload: Any) -> bool:
         """The same without waiting; False when there is no room, or no such actor any more."""
@@ -66,7 +68,7 @@ class Ref:
     async def stacks(self) -> str:
         """Where the actor is: its tasks, as its loop tells; all its threads, if the loop does not answer."""
         try:
-            text = await self._hub.call(self.path, "$stacks", None, STACKS_TIMEOUT_S, generation=self.generation)
+            text = await call(self._hub, self.path, STACKS, None, STACKS_TIMEOUT_S, generation=self.generation)
             return str(text)
         except CallTimeout:
             _, slot = self._owner()

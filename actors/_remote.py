@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
-from ._exit import RemoteErrorData
+from ._exit import Exited, ExitReason, Raised, RemoteErrorData, Returned
 
 LIMIT_BYTES = 64 * 1024
 _DEPTH = 8
@@ -50,8 +51,12 @@ def capture(exc: BaseException, limit: int = LIMIT_BYTES, depth: int = _DEPTH) -
     )
 
 
-def unwrap(exc: BaseException) -> BaseException:
-    """The exception inside groups of one, as task groups wrap it."""
-    while isinstance(exc, BaseExceptionGroup) and len(exc.exceptions) == 1:
-        exc = exc.exceptions[0]
-    return exc
+def verdict_on(exc: BaseException | None, value: Any, started: bool) -> ExitReason:
+    """Why a target has ended that raised `exc` or, if that is None, returned `value`."""
+    if isinstance(exc, SystemExit) and exc.code not in (None, 0):
+        return Exited(exc.code if isinstance(exc.code, int) else 1)
+    if exc is not None and not isinstance(exc, SystemExit):
+        return Raised(capture(exc))
+    if not started:
+        return Raised(RemoteErrorData("actors.NotStarted", "the target returned before it had called started()"))
+    return Returned(value)

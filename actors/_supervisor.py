@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
+from anyio.abc import TaskGroup
 
 from ._context import Watch
 from ._errors import ActorClosed, ActorError
 from ._events import OnEvent
 from ._exit import ExitReason, Returned, Stopped
-from ._hub import Hub, PendingCall
+from ._hub import Hub
 from ._launcher import Launcher, LocalLauncher
 from ._ref import Ref
-from ._runner import Environment, Runner, Slot
+from ._runner import Environment, Runner, Slot, refresh, serve_snapshots
 from ._snapshot import Snapshot
 from ._spec import AutoShutdown, Spec, Strategy, SupervisorSpec
-from ._views import refresh, supervisor_snapshot
-from ._wire import Parcel
 
 if TYPE_CHECKING:
     from ._task import TaskActor
@@ -32,10 +31,11 @@ _FOREVER = math.inf
 class Supervisor:
     """A running supervisor, as its owner sees it. Got from `open_supervisor`; to be used on that event loop only."""
 
-    def __init__(self, runner: Runner, owner_deadline: Callable[[], float] = lambda: _FOREVER) -> None:
+    def __init__(self, runner: Runner, owner: TaskActor | None = None) -> None:
         self._runner = runner
-        self._owner_deadline = owner_deadline
+        self._owner = owner
         self._hub = runner.hub
+        self._tasks: TaskGroup
         self._body = anyio.CancelScope()
         self._waiters = 0
         self._delivered = False
@@ -121,7 +121,7 @@ class Supervisor:
     # -- looking ---
     def snapshot(self) -> Snapshot:
         """The state of all below, now; of what is inside process actors, as they last told it."""
-        return supervisor_snapshot(self._runner)
+        return self._runner.snapshot()
 
     async def refresh(self) -> Snapshot:
         """The same, after having asked every process for its state now."""
@@ -137,8 +137,7 @@ class Supervisor:
         """Stop all, end the block, and raise `exc` from it."""
         if self._interrupt is None:
             self._interrupt = exc
-            assert self._hub.tasks is not None
-            self._hub.tasks.start_soon(self._end_interrupted)  # not here, in the midst of an event
+            self._tasks.start_soon(self._end_interrupted)  # not here, in the midst of an event
 
     async def _end_interrupted(self) -> None:
         self.request_stop(_FOREVER, type(self._interrupt).__name__)
@@ -153,8 +152,9 @@ class Supervisor:
     async def _opened(self, wait_started: bool) -> AsyncIterator[Supervisor]:
         error: BaseException | None = None
         async with anyio.create_task_group() as tasks:
-            if not self.path:
-                self._hub.tasks = tasks
+            self._tasks = tasks
+            if self._owner is None:
+                serve_snapshots(self._hub, tasks, self.snapshot)
             tasks.start_soon(self._host)
             try:
                 with self._body:
@@ -166,10 +166,12 @@ class Supervisor:
             finally:
                 remaining = anyio.current_effective_deadline()
                 deadline = _FOREVER if math.isinf(remaining) else remaining
-                self.request_stop(min(deadline, self._owner_deadline()), "its owner, which left the block")
+                if self._owner is not None:
+                    deadline = min(deadline, self._owner.stop_deadline)
+                self.request_stop(deadline, "its owner, which left the block")
                 with anyio.CancelScope(shield=True):
                     await self._runner.ended.wait()
-                if not self.path:
+                if self._owner is None:
                     tasks.cancel_scope.cancel()
         if self._interrupt is not None:
             raise self._interrupt
@@ -212,15 +214,7 @@ def open_supervisor(
         supervisor.interrupt(exc)
 
     environment = Environment(launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
-    hub = Hub()
-    runner = Runner(spec, "", hub=hub, environment=environment)
-    supervisor = Supervisor(runner)
-
-    async def answer(call: PendingCall) -> None:
-        await refresh(hub)
-        call.finish(Parcel(supervisor_snapshot(runner)))
-
-    hub.system["$snapshot"] = answer
+    supervisor = Supervisor(Runner(spec, "", hub=Hub("", anyio.current_time), environment=environment))
     return supervisor._opened(wait_started)
 
 
@@ -234,12 +228,12 @@ async def open_nested(
     spec = SupervisorSpec(path.rpartition("/")[2], children, **options)
     hub = actor.hub
     runner = Runner(spec, path, hub=hub, environment=actor.environment)
-    siblings = hub.supervisors.setdefault(actor.path, [])
+    siblings = hub.nested.setdefault(actor.path, [])
     if any(other.path == path for other in siblings):
         raise ActorError(f"actor {actor.path!r} has an open supervisor at {path!r} already")
     siblings.append(runner)
     try:
-        async with Supervisor(runner, actor.stop_deadline)._opened(wait_started) as supervisor:
+        async with Supervisor(runner, actor)._opened(wait_started) as supervisor:
             yield supervisor
     finally:
         siblings.remove(runner)

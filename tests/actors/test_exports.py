@@ -17,7 +17,7 @@ def test_every_name_of_all_is_there_and_has_its_home() -> None:
 
 def test_importing_all_of_it_is_light() -> None:
     code = (
-        "import sys, actors, actors.testing\n"
+        "import sys, actors\n"
         "for name in actors.__all__: getattr(actors, name)\n"
         "heavy = {'torch', 'numpy', 'zmq', 'quart', 'hypercorn', 'h11', 'trio', 'asyncio', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"

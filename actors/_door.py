@@ -1,0 +1,185 @@
+"""Messages on their way, and the door of an actor: handlers for calls, a bounded mailbox for casts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ._exit import RemoteErrorData
+from ._wire import CallError, Parcel
+
+if TYPE_CHECKING:
+    from ._hub import Hub
+    from ._spec import Overflow
+
+CAST = "$cast"  # the method of a message for the mailbox; its result is the mailbox's policy
+STACKS = "$stacks"
+SNAPSHOT = "$snapshot"
+
+
+class Message:
+    """A call, or a cast: `finish` is called exactly once with a result or an error, for a cast when it got in.
+
+    For casts: `waits`, for room, and `asks`, whether the mailbox took it. `cancel_hook` is set by who has it now.
+    """
+
+    __slots__ = (
+        "asks", "caller", "cancel_hook", "deadline", "done", "error", "generation",
+        "method", "on_finish", "path", "payload", "result", "waits",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        path: str,
+        generation: int,
+        method: str,
+        payload: Parcel,
+        caller: str = "",
+        deadline: float | None = None,
+        on_finish: Callable[[Message], None] | None = None,
+        waits: bool = True,
+        asks: bool = False,
+    ) -> None:
+        self.path = path
+        self.generation = generation
+        self.method = method
+        self.payload = payload
+        self.caller = caller
+        self.deadline = deadline
+        self.on_finish = on_finish
+        self.waits = waits
+        self.asks = asks
+        self.done = False
+        self.result: Parcel | None = None
+        self.error: CallError | None = None
+        self.cancel_hook: Callable[[], None] | None = None
+
+    def finish(self, result: Parcel | None, error: CallError | None = None) -> None:
+        if not self.done:
+            self.done = True
+            self.result = result
+            self.error = error
+            if self.on_finish is not None:
+                self.on_finish(self)
+
+    def cancel(self) -> None:
+        """Ask whoever has it to stop working on it; `finish` follows when that has happened."""
+        if not self.done and self.cancel_hook is not None:
+            self.cancel_hook()
+
+    def wait_in(self, queue: deque[Message]) -> None:
+        """Queue up; cancelled, it leaves the queue."""
+
+        def leave() -> None:
+            if self in queue:
+                queue.remove(self)
+            self.finish(None, CallError("cancelled", self.path))
+
+        queue.append(self)
+        self.cancel_hook = leave
+
+
+class Mailbox:
+    """Casts wait here. Calls, stops and notices never pass through it, so a full one blocks none of them."""
+
+    def __init__(self, capacity: int, overflow: Overflow, on_put: Callable[[], None]) -> None:
+        self.capacity = capacity
+        self.overflow = overflow
+        self.dropped = 0  # casts that had to go, or found no room
+        self._on_put = on_put
+        self._taken = Parcel(overflow)
+        self._items: deque[Parcel] = deque()
+        self._parked: deque[Message] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, message: Message) -> None:
+        if len(self._items) < self.capacity:
+            self._take(message)
+        elif self.overflow == "drop-oldest":
+            self._items.popleft()
+            self.dropped += 1
+            self._take(message)
+        elif self.overflow == "wait" and message.waits:
+            message.wait_in(self._parked)
+        else:
+            self.dropped += 1
+            message.finish(None, CallError("full", message.path))
+
+    def _take(self, message: Message) -> None:
+        self._items.append(message.payload)
+        self._on_put()
+        message.finish(self._taken)
+
+    def get(self) -> Parcel:
+        """The oldest cast; there must be one."""
+        parcel = self._items.popleft()
+        while self._parked and len(self._items) < self.capacity:
+            self._take(self._parked.popleft())
+        return parcel
+
+    def close(self, error: CallError) -> None:
+        """The reader is gone: release everyone who waits for room."""
+        while self._parked:
+            self._parked.popleft().finish(None, error)
+
+
+class Door:
+    """Where the messages for one actor come in. `answer` runs a handler, `stacks` says where the actor is."""
+
+    def __init__(
+        self,
+        path: str,
+        generation: int,
+        hub: Hub,
+        mailbox: Mailbox,
+        answer: Callable[[Message, Any], None],
+        stacks: Callable[[], str],
+    ) -> None:
+        self.path = path
+        self.generation = generation
+        self.mailbox = mailbox
+        self.is_open = False  # calls can be answered
+        self.started = False  # all handlers are known
+        self._hub = hub
+        self._answer = answer
+        self._stacks = stacks
+        self._handlers: dict[str, Any] = {}
+        self._early: deque[Message] = deque()
+
+    def accept(self, message: Message) -> None:
+        method = message.method
+        if message.generation and message.generation != self.generation:
+            message.finish(None, self._hub.stale(self.path, message.generation))
+        elif method == CAST:
+            self.mailbox.put(message)
+        elif not self.is_open:
+            message.wait_in(self._early)
+        elif (handler := self._handlers.get(method)) is not None:
+            self._answer(message, handler)
+        elif method == STACKS:
+            message.finish(Parcel(self._stacks()))
+        elif not self.started:
+            message.wait_in(self._early)
+        else:
+            text = f"actor {self.path!r} has no method {method!r}"
+            message.finish(None, CallError("raised", self.path, error=RemoteErrorData("actors.NoSuchMethod", text)))
+
+    def set_handler(self, method: str, handler: Any) -> None:
+        self._handlers[method] = handler
+        self.accept_early()
+
+    def accept_early(self) -> None:
+        """Calls that came too early may be answered now."""
+        waiting = list(self._early)
+        self._early.clear()
+        for message in waiting:
+            self.accept(message)
+
+    def close(self, error: CallError) -> None:
+        """The actor has ended: whoever waits at its door learns it."""
+        self.mailbox.close(error)
+        while self._early:
+            self._early.popleft().finish(None, error)
