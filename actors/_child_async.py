@@ -15,11 +15,12 @@ from ._child_common import leave, prepare, read_launch, set_title
 from ._events import Event
 from ._exit import ExitReason, Lost, Progress
 from ._hub import Hub
-from ._incarnation import Incarnation
+from ._incarnation import Environment, Incarnation
 from ._launcher import Launcher, LocalLauncher
 from ._link import Link
-from ._runner import Environment, serve_snapshots
+from ._runner import serve_snapshots
 from ._snapshot import Snapshot
+from ._spec import ChildSpec
 from ._task import TaskActor
 
 TREE_EVERY_S = 0.05
@@ -56,18 +57,18 @@ class ProcessMain:
         self._hub.generations.update(launch.generations)
         self._hub.on_generation = lambda path, number: self._link.send(wire.Generation(path, number))
         self._hub.on_change = lambda: self._changed.set()
-        self._actor = TaskActor(
-            launch.path,
-            launch.generation,
+        spec = ChildSpec(
+            launch.path.rpartition("/")[2],
             target,
             args,
-            hub=self._hub,
-            observer=self,
-            environment=Environment(launcher, self._report),
+            start_timeout=math.inf,  # its parent keeps the time
+            start_timeout_max=math.inf,
             drain=launch.drain,
             mailbox=launch.mailbox,
-            overflow=launch.overflow,  # type: ignore[arg-type]
+            overflow=launch.overflow,
         )
+        environment = Environment(self._hub, launcher, self._report)
+        self._actor = TaskActor(spec, launch.path, launch.generation, environment, self)
 
     async def run(self) -> ExitReason:
         """The life of the actor; its bye is out when this returns."""
@@ -103,7 +104,7 @@ class ProcessMain:
         """From a supervisor in this process."""
         self._link.send(wire.Reported(replace(event, reason=event.reason and wire.portable(event.reason))))
 
-    # -- observer of the actor; its parent keeps the time, and kills ---
+    # -- observer of the actor ---
     def observe(self, actor: Incarnation, event: Event) -> None:
         if event.kind == "progress":
             self._link.send(wire.Phase(actor.progress))

@@ -6,54 +6,35 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from ._exit import RemoteErrorData
-from ._wire import CallError, Parcel
+from ._wire import CallError, Overflow, Parcel
 
 if TYPE_CHECKING:
     from ._hub import Hub
-    from ._spec import Overflow
 
 CAST = "$cast"  # the method of a message for the mailbox; its result is the mailbox's policy
 STACKS = "$stacks"
 SNAPSHOT = "$snapshot"
 
 
-class Message:
-    """A call, or a cast: `finish` is called exactly once with a result or an error, for a cast when it got in.
+class Message(Struct, eq=False):
+    """A call, or a cast: `finish` is called exactly once with a result or an error, for a cast when it got in."""
 
-    For casts: `waits`, for room, and `asks`, whether the mailbox took it. `cancel_hook` is set by who has it now.
-    """
-
-    __slots__ = (
-        "asks", "caller", "cancel_hook", "deadline", "done", "error", "generation",
-        "method", "on_finish", "path", "payload", "result", "waits",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        path: str,
-        generation: int,
-        method: str,
-        payload: Parcel,
-        caller: str = "",
-        deadline: float | None = None,
-        on_finish: Callable[[Message], None] | None = None,
-        waits: bool = True,
-        asks: bool = False,
-    ) -> None:
-        self.path = path
-        self.generation = generation
-        self.method = method
-        self.payload = payload
-        self.caller = caller
-        self.deadline = deadline
-        self.on_finish = on_finish
-        self.waits = waits
-        self.asks = asks
-        self.done = False
-        self.result: Parcel | None = None
-        self.error: CallError | None = None
-        self.cancel_hook: Callable[[], None] | None = None
+    path: str
+    generation: int
+    method: str
+    payload: Parcel
+    caller: str = ""
+    deadline: float | None = None
+    on_finish: Callable[[Message], None] | None = None
+    waits: bool = True  # a cast, for room
+    asks: bool = False  # a cast, whether it found room
+    done: bool = False
+    result: Parcel | None = None
+    error: CallError | None = None
+    cancel_hook: Callable[[], None] | None = None  # of whoever has it now
 
     def finish(self, result: Parcel | None, error: CallError | None = None) -> None:
         if not self.done:

@@ -47,14 +47,11 @@ class Neighbour(Protocol):
     def send_watch(self, path: str, on: bool) -> None: ...
 
 
-class _Watched:
+class _Watched(Struct):
     """One path that someone here watches: the last news and who gets the next."""
 
-    __slots__ = ("last", "subscribers")
-
-    def __init__(self, last: News | None) -> None:
-        self.last = last
-        self.subscribers: dict[object, Callable[[News], None]] = {}
+    last: News | None
+    subscribers: dict[object, Callable[[News], None]] = {}
 
     def tell(self, news: News) -> None:
         self.last = news
@@ -149,7 +146,7 @@ class Hub:
         if message.method == SNAPSHOT and (path == self.base or (path == "/" and self.uplink is None)):
             self.on_snapshot(message)
             return
-        receiver: Door | Neighbour | None = self.doors.get(path) or self._behind(path)
+        receiver: Door | Neighbour | None = self.doors.get(path) or self.below.get(path) or self._behind(path)
         if receiver is None and not self._is_ours(path):
             receiver = self.uplink
         if receiver is not None:

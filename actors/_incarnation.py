@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Protocol
 
 import anyio
+from msgspec import Struct
 
-from ._events import Event, EventKind
+from ._events import Event, EventKind, OnEvent
 from ._exit import ExitReason, Progress, StartTimeout
 from ._hub import Hub
+from ._launcher import Launcher
 from ._snapshot import Snapshot
+from ._spec import ChildSpec
 
 
 class State(StrEnum):
@@ -28,6 +33,29 @@ class State(StrEnum):
     ENDED = "ended"
 
 
+class Environment(Struct, frozen=True):
+    """What all supervisors and actors of one process share."""
+
+    hub: Hub
+    launcher: Launcher
+    on_event: OnEvent | None = None
+    draw: Callable[[], float] = random.random  # for the backoff's jitter
+    on_interrupt: Callable[[BaseException], None] | None = None
+
+    def tell(self, event: Event) -> None:
+        if self.on_event is not None:
+            try:
+                self.on_event(event)
+            except Exception as exc:
+                self.interrupt(exc)
+
+    def interrupt(self, exc: BaseException) -> None:
+        """Ctrl-C inside an actor, or a broken `on_event`: for the tree's owner, after an orderly stop."""
+        if self.on_interrupt is None:
+            raise exc
+        self.on_interrupt(exc)
+
+
 class Observer(Protocol):
     """Who supervises an incarnation or, inside a process actor, passes on what it says."""
 
@@ -41,10 +69,11 @@ class Incarnation:
 
     kind = "task"
 
-    def __init__(self, path: str, generation: int, hub: Hub, observer: Observer | None) -> None:
+    def __init__(self, path: str, generation: int, environment: Environment, observer: Observer | None) -> None:
         self.path = path
         self.generation = generation
-        self.hub = hub
+        self.environment = environment
+        self.hub = environment.hub
         self.pid: int | None = None
         self.state = State.NEW
         self.phase = ""
@@ -106,16 +135,14 @@ class Actor(Incarnation):
 
     def __init__(
         self,
+        spec: ChildSpec,
         path: str,
         generation: int,
-        hub: Hub,
+        environment: Environment,
         observer: Observer,
-        start_timeout: float = math.inf,
-        start_timeout_max: float = math.inf,
     ) -> None:
-        super().__init__(path, generation, hub, observer)
-        self._start_timeout = start_timeout
-        self._start_timeout_max = start_timeout_max
+        super().__init__(path, generation, environment, observer)
+        self._spec = spec
         self._begun_at = 0.0
         self._start_deadline = math.inf
         self._clock_wake = anyio.Event()
@@ -127,7 +154,7 @@ class Actor(Incarnation):
 
     def _extend_start(self) -> None:
         now = anyio.current_time()
-        self._start_deadline = min(now + self._start_timeout, self._begun_at + self._start_timeout_max)
+        self._start_deadline = min(now + self._spec.start_timeout, self._begun_at + self._spec.start_timeout_max)
 
     def _start_failed(self) -> StartTimeout:
         """It is too late; what remains is still to be cleared away."""

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-from collections.abc import Callable
 
 import anyio
 import anyio.lowlevel
 
-from ._hub import Hub
 from ._peer import Peer
-from ._wire import AnyFrame, ProtocolError
+from ._wire import ProtocolError
 
 
 class Link(Peer):
     """`read` and `write` run for as long as the link is of use."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        hub: Hub,
-        on_control: Callable[[AnyFrame], None],
-        path: str = "",
-        generation: int = 0,
-    ) -> None:
-        super().__init__(sock, hub, on_control, lambda: self._woken.set(), path, generation)
-        self._woken = anyio.Event()
-
     async def write(self) -> None:
         """Write what waits, for ever; returns when the link is closed."""
         while not self.closed:
             if self.write_some():
-                self._woken = anyio.Event()
-                await self._woken.wait()
+                woken = anyio.Event()
+                self.wake = woken.set
+                await woken.wait()
             elif self.is_blocked:
                 await self._wait_writable()
             else:
@@ -75,4 +62,4 @@ class Link(Peer):
             anyio.notify_closing(self._sock)
             self._sock.close()
         self.closed = True
-        self._woken.set()
+        self.wake()

@@ -11,48 +11,33 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from msgspec import Struct, field
+
+from . import _wire as wire
 from ._door import CAST, Message
 from ._exit import ExitReason
 from ._hub import Hub, News
 from ._remote import capture
-from ._wire import (
-    WINDOW,
-    AnyFrame,
-    Beat,
-    Call,
-    CallError,
-    Cancel,
-    Cast,
-    Frame,
-    FrameReader,
-    Parcel,
-    Reply,
-    Taken,
-    Told,
-    Watch,
-    dump,
-    encode_frame,
-    portable,
-)
+from ._wire import Parcel
 
 _READ_BYTES = 256 * 1024
 _SEND_BYTES = 128 * 1024
 BEAT_EVERY_S = 0.05
 
 
-class _Lane:
-    """Casts for one path over this link: how many are unacknowledged, and who waits for room."""
+class _Lane(Struct):
+    """Casts for one path over this link: how many are unacknowledged, and who waits for room.
 
-    __slots__ = ("parked", "unacked")
+    `policy` is the mailbox's, where it is known and refuses nothing; casts that ask go as calls until then.
+    """
 
-    def __init__(self) -> None:
-        self.unacked = 0
-        self.parked: deque[Message] = deque()
+    policy: Parcel | None = None
+    unacked: int = 0
+    parked: deque[Message] = field(default_factory=deque)
 
 
 class Peer:
-    """The process at the other end of `sock`. `on_control` gets the frames that are not messages; `wake` is called
-    when `write_some` has something to do.
+    """The process at the other end of `sock`. `on_control` gets the frames that are not messages.
 
     Urgent frames (stop, calls, replies, news) go out at once and pass the bulk ones (casts), which go out in batches.
     What the socket doesn't take waits in order: senders bound what they have in flight.
@@ -62,8 +47,7 @@ class Peer:
         self,
         sock: socket.socket,
         hub: Hub,
-        on_control: Callable[[AnyFrame], None],
-        wake: Callable[[], None],
+        on_control: Callable[[wire.AnyFrame], None],
         path: str = "",
         generation: int = 0,
     ) -> None:
@@ -71,11 +55,11 @@ class Peer:
         self.path = path
         self.generation = generation
         self.closed = False  # nothing more can be written
+        self.wake: Callable[[], None] = lambda: None  # set by whoever drives this: `write_some` has something to do
         self._sock = sock
         self._hub = hub
         self._on_control = on_control
-        self._wake = wake
-        self._frames = FrameReader()
+        self._frames = wire.FrameReader()
         self._urgent: deque[bytes] = deque()
         self._bulk: deque[bytes] = deque()
         self._partial = b""
@@ -85,28 +69,27 @@ class Peer:
         self._lanes: dict[str, _Lane] = {}
         self._taken: dict[str, int] = {}
         self._refused: set[str] = set()
-        self._policies: dict[str, Parcel] = {}  # of the mailboxes behind the link, where known
         self._death: tuple[int, ExitReason] | None = None
         self._beat_at = -math.inf
         self._beat_phase: str | None = None
 
     # -- bytes ---
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: wire.Frame) -> None:
         """Hand over an urgent frame. On a closed link it is dropped: who cares about the peer learns of its death."""
         if self.closed:
             return
-        data = encode_frame(frame)
+        data = wire.encode_frame(frame)
         if self._partial or self._urgent:
             self._urgent.append(data)
         else:
             self._partial = self._write(data)
         if self._partial:
-            self._wake()
+            self.wake()
 
-    def _send_bulk(self, frame: Frame) -> None:
+    def _send_bulk(self, frame: wire.Frame) -> None:
         if not self.closed:
-            self._bulk.append(encode_frame(frame))
-            self._wake()
+            self._bulk.append(wire.encode_frame(frame))
+            self.wake()
 
     def _write(self, data: bytes) -> bytes:
         try:
@@ -120,7 +103,7 @@ class Peer:
     def write_some(self) -> bool:
         """Write a batch of what waits; True if nothing is left to write."""
         for path, count in self._taken.items():
-            self._bulk.append(encode_frame(Taken(path, count, path in self._refused)))
+            self._bulk.append(wire.encode_frame(wire.Taken(path, count, path in self._refused)))
         self._taken.clear()
         self._refused.clear()
         if not self._partial:
@@ -161,15 +144,14 @@ class Peer:
     def accept(self, message: Message) -> None:
         """Send it there. Raises what the encoder raises."""
         path, generation = message.path, message.generation
-        policy = self._policies.get(path)
         if self._death is not None:
-            message.finish(None, CallError("died", path, *self._death))
+            message.finish(None, wire.CallError("died", path, *self._death))
         elif generation and path == self.path and self.generation and generation != self.generation:
             message.finish(None, self._hub.stale(path, generation))
-        elif message.method != CAST or (message.asks and (policy is None or policy.load() == "fail")):
-            self._send_call(message)  # a cast too, where its sender must hear whether the mailbox was full
+        elif message.method == CAST:
+            self._send_cast(message)
         else:
-            self._send_cast(message, policy)
+            self._send_call(message)
 
     def _send_call(self, message: Message) -> None:
         self._ids += 1
@@ -177,77 +159,79 @@ class Peer:
         budget = None if message.deadline is None else max(message.deadline - self._hub.now(), 0.0)
         data = message.payload.dump()
         self._calls[number] = message
-        message.cancel_hook = lambda: self.send(Cancel(number))
-        self.send(Call(number, message.path, message.generation, message.method, message.caller, budget, data))
+        message.cancel_hook = lambda: self.send(wire.Cancel(number))
+        self.send(wire.Call(number, message.path, message.generation, message.method, message.caller, budget, data))
 
-    def _send_cast(self, message: Message, policy: Parcel | None) -> None:
+    def _send_cast(self, message: Message) -> None:
         lane = self._lanes.get(message.path)
         if lane is None:
             lane = self._lanes[message.path] = _Lane()
         data = message.payload.dump()
-        if lane.unacked < WINDOW:
+        if message.asks and lane.policy is None:
+            self._send_call(message)
+        elif lane.unacked < wire.WINDOW:
             lane.unacked += 1
-            self._send_bulk(Cast(message.path, message.generation, data))
-            message.finish(policy)
+            self._send_bulk(wire.Cast(message.path, message.generation, data))
+            message.finish(lane.policy)
         elif message.waits:
             message.wait_in(lane.parked)
         else:
-            message.finish(None, CallError("full", message.path))
+            message.finish(None, wire.CallError("full", message.path))
 
     def send_watch(self, path: str, on: bool) -> None:
-        self.send(Watch(path, on))
+        self.send(wire.Watch(path, on))
 
     def beat(self, phase: str) -> None:
         """Most only compare times."""
         now = self._hub.now()
         if phase != self._beat_phase or now - self._beat_at >= BEAT_EVERY_S:
             self._beat_at, self._beat_phase = now, phase
-            self.send(Beat(phase))
+            self.send(wire.Beat(phase))
 
     def died(self, generation: int, reason: ExitReason) -> None:
         """The peer is gone: everyone who waits for it learns it now, and what it asked for is dropped."""
         self._death = (generation, reason)
         for message in list(self._calls.values()):
-            message.finish(None, CallError("died", self.path, generation, reason))
+            message.finish(None, wire.CallError("died", self.path, generation, reason))
         self._calls.clear()
         for served in list(self._serving.values()):
             served.cancel()
         self._serving.clear()
         for path, lane in self._lanes.items():
             for message in list(lane.parked):
-                message.finish(None, CallError("died", path, generation, reason))
+                message.finish(None, wire.CallError("died", path, generation, reason))
         self._lanes.clear()
         self._hub.unwatch_all(self)
 
     # -- from the peer ---
-    def _on_frame(self, frame: AnyFrame) -> None:
+    def _on_frame(self, frame: wire.AnyFrame) -> None:
         match frame:
-            case Cast(path, generation, payload):
+            case wire.Cast(path, generation, payload):
                 self._hub.deliver(Message(path, generation, CAST, Parcel(data=payload), on_finish=self._acknowledge))
-            case Taken():
+            case wire.Taken():
                 self._on_taken(frame)
-            case Call(number, path, generation, method, caller, budget_s, payload):
+            case wire.Call(number, path, generation, method, caller, budget_s, payload):
                 deadline = None if budget_s is None else self._hub.now() + budget_s
                 reply = partial(self._reply, number)
                 message = Message(path, generation, method, Parcel(data=payload), caller, deadline, reply, asks=True)
                 self._serving[number] = message
                 self._hub.deliver(message)
-            case Reply(number, result, error):
+            case wire.Reply(number, result, error):
                 call = self._calls.pop(number, None)
                 if call is not None:
                     value = None if result is None else Parcel(data=result)
-                    if call.method == CAST and value is not None:
-                        self._policies[call.path] = value
+                    if call.method == CAST and value is not None and value.load() != "fail":
+                        self._lanes[call.path].policy = value
                     call.finish(value, error)
-            case Cancel(number):
+            case wire.Cancel(number):
                 if (served := self._serving.get(number)) is not None:
                     served.cancel()
-            case Watch(path, on):
+            case wire.Watch(path, on):
                 if on:
                     self._hub.watch(path, self, self._tell)
                 else:
                     self._hub.unwatch(path, self)
-            case Told(path, generation, value, reason):
+            case wire.Told(path, generation, value, reason):
                 self._hub.hear(News(path, generation, Parcel(data=value), reason))
             case _:
                 self._on_control(frame)
@@ -256,8 +240,8 @@ class Peer:
         try:
             value = news.value.dump()
         except Exception:  # a task actor's value need not be encodable: others learn that it is up
-            value = dump(None)
-        self.send(Told(news.path, news.generation, value, news.reason and portable(news.reason)))
+            value = wire.dump(None)
+        self.send(wire.Told(news.path, news.generation, value, news.reason and wire.portable(news.reason)))
 
     def _reply(self, number: int, message: Message) -> None:
         if self._serving.pop(number, None) is None:
@@ -267,29 +251,27 @@ class Peer:
             try:
                 data = message.result.dump()
             except Exception as exc:
-                error = CallError("raised", self.path, error=capture(exc))
+                error = wire.CallError("raised", self.path, error=capture(exc))
         if error is not None and error.reason is not None:
-            error = CallError(error.kind, error.path, error.generation, portable(error.reason), error.error)
-        self.send(Reply(number, data, error))
+            error = wire.CallError(error.kind, error.path, error.generation, wire.portable(error.reason), error.error)
+        self.send(wire.Reply(number, data, error))
 
     def _acknowledge(self, cast: Message) -> None:
         """In batches: the writer sends them."""
         self._taken[cast.path] = self._taken.get(cast.path, 0) + 1
         if cast.error is not None:
             self._refused.add(cast.path)
-        self._wake()
+        self.wake()
 
-    def _on_taken(self, taken: Taken) -> None:
-        if taken.refused:
-            self._policies.pop(taken.path, None)  # the next cast that waits asks, and hears why
+    def _on_taken(self, taken: wire.Taken) -> None:
         lane = self._lanes.get(taken.path)
         if lane is None:
             return
+        if taken.refused:
+            lane.policy = None  # the next cast that waits asks, and hears why
         lane.unacked -= taken.count
-        while lane.parked and lane.unacked < WINDOW:
+        while lane.parked and lane.unacked < wire.WINDOW:
             message = lane.parked.popleft()
             lane.unacked += 1
-            self._send_bulk(Cast(message.path, message.generation, message.payload.dump()))
-            message.finish(self._policies.get(message.path))
-        if not lane.unacked and not lane.parked:
-            del self._lanes[taken.path]
+            self._send_bulk(wire.Cast(message.path, message.generation, message.payload.dump()))
+            message.finish(lane.policy)

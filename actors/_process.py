@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable
 
 import anyio
 
 from . import _wire as wire
-from ._events import Event
 from ._exit import Exited, ExitReason, Lost, Raised, Returned, Signalled, Stopped, Unresponsive
-from ._hub import Hub
-from ._incarnation import Actor, Observer, State
-from ._launcher import ExitStatus, Launcher, Process
+from ._incarnation import Actor, Environment, Observer, State
+from ._launcher import ExitStatus, Process
 from ._link import Link
 from ._remote import capture
 from ._snapshot import Snapshot, aged
@@ -30,10 +27,7 @@ TAIL_LINES = 50
 
 
 class ProcessActor(Actor):
-    """Liveness is two facts joined: the kernel's word on the process, and its own words on the control channel.
-
-    `report` gets what supervisors inside it say.
-    """
+    """Liveness is two facts joined: the kernel's word on the process, and its own words on the control channel."""
 
     kind = "process"
 
@@ -42,16 +36,10 @@ class ProcessActor(Actor):
         spec: ChildSpec,
         path: str,
         generation: int,
-        *,
-        hub: Hub,
+        environment: Environment,
         observer: Observer,
-        launcher: Launcher,
-        report: Callable[[Event], None],
     ) -> None:
-        super().__init__(path, generation, hub, observer, spec.start_timeout, spec.start_timeout_max)
-        self._spec = spec
-        self._launcher = launcher
-        self._report = report
+        super().__init__(spec, path, generation, environment, observer)
         self._tree: Snapshot | None = None  # as it last told
         self._tree_at = 0.0
         self._process: Process | None = None
@@ -89,7 +77,7 @@ class ProcessActor(Actor):
         self._begin(State.SPAWNING)
         grace = ORPHAN_GRACE_S if self._spec.stop_timeout is None else min(self._spec.stop_timeout, ORPHAN_GRACE_S)
         try:
-            self._process = process = self._launcher.launch(self._spec, self.path, grace)
+            self._process = process = self.environment.launcher.launch(self._spec, self.path, grace)
         except (OSError, ValueError) as exc:
             self.exception = exc
             return Raised(capture(exc))
@@ -228,7 +216,7 @@ class ProcessActor(Actor):
                 self.take_tree(snapshot)
                 self.hub.changed()
             case wire.Reported(event):
-                self._report(event)
+                self.environment.tell(event)
             case wire.Generation(path, number):
                 self.hub.note_generation(path, number)
             case _:
@@ -251,7 +239,7 @@ class ProcessActor(Actor):
                 return True
             if not data:
                 break
-            self._launcher.show(data)
+            self.environment.launcher.show(data)
             *lines, self._tail_rest = (self._tail_rest + data).split(b"\n")
             self._tail_rest = self._tail_rest[-4096:]
             self._tail.extend(line.decode(errors="replace") for line in lines)
@@ -265,40 +253,40 @@ class ProcessActor(Actor):
         self._kill_at = min(self._kill_at, anyio.current_time() + delay_s)
         self._clock_wake.set()
 
-    def _hang_limit(self) -> float:
+    def _patience_ends(self) -> float:
+        """When its silence is too long: before it has started, and after."""
+        if self._stopped_by is not None or self._bye is not None or self._decided is not None:
+            return math.inf
+        if self.started_at is None:
+            return self._start_deadline
         limit = self._spec.hang_timeouts.get(self.phase, self._spec.hang_timeout)
-        return math.inf if limit is None else limit
+        return math.inf if limit is None else self._beat_at + limit
 
     async def _run_clock(self) -> None:
+        assert self._process is not None
         while True:
             now = anyio.current_time()
-            alive = self._stopped_by is None and self._bye is None and self._decided is None
-            until = self._kill_at
             if self._killed_at is not None:
-                until = self._killed_at + REAP_TIMEOUT_S
-                if now >= until:
-                    self._give_up_on_process()
+                if now >= self._killed_at + REAP_TIMEOUT_S:
+                    text = f"SIGKILL was sent {REAP_TIMEOUT_S:g} s ago and it still exists: {self._process.describe()}"
+                    self._tell("stuck", text=text)
+                    self._waiting.cancel()
                     return
+                await self._next_alarm(self._killed_at + REAP_TIMEOUT_S)
             elif now >= self._kill_at:
-                self._kill(now)
-                continue
-            elif alive and self.started_at is None:
-                until = min(until, self._start_deadline)
-                if now >= self._start_deadline:
-                    self._decided = self._start_failed()
-                    await self.thread_stacks()
-                    self._kill_by(0.0)
-                    continue
-            elif alive:
-                hang_at = self._beat_at + self._hang_limit()
-                until = min(until, hang_at)
-                if now >= hang_at:
-                    silent, phase = now - self._beat_at, self.phase
-                    stacks = await self.thread_stacks()
-                    self._decided = Unresponsive(round(silent, 3), phase, stacks)
-                    self._kill_by(0.0)
-                    continue
-            await self._next_alarm(until)
+                self._killed_at = now
+                self.state = State.STOPPING
+                self._process.kill()
+            elif now < (patience_ends := self._patience_ends()):
+                await self._next_alarm(min(self._kill_at, patience_ends))
+            elif self.started_at is None:
+                self._decided = self._start_failed()
+                await self.thread_stacks()
+                self._kill_by(0.0)
+            else:
+                silent, phase = round(now - self._beat_at, 3), self.phase
+                self._decided = Unresponsive(silent, phase, await self.thread_stacks())
+                self._kill_by(0.0)
 
     async def thread_stacks(self) -> str:
         """The stacks of all its threads, taken by a signal, so also when stuck. They go to the stderr tail too."""
@@ -308,18 +296,6 @@ class ProcessActor(Actor):
             stacks = f"no stacks: the process didn't answer ({self._process.describe()})"
         self._tail.extend(stacks.splitlines())
         return stacks
-
-    def _kill(self, now: float) -> None:
-        assert self._process is not None
-        self._killed_at = now
-        self.state = State.STOPPING
-        self._process.kill()
-
-    def _give_up_on_process(self) -> None:
-        assert self._process is not None
-        text = f"SIGKILL was sent {REAP_TIMEOUT_S:g} s ago and it still exists: {self._process.describe()}"
-        self._tell("stuck", text=text)
-        self._waiting.cancel()
 
     def stop(self, deadline: float, by: str) -> None:
         now = anyio.current_time()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable
 
 import anyio
 from anyio.abc import TaskGroup
-from msgspec import Struct
 from msgspec.structs import replace
 
 from . import _core
@@ -16,42 +14,18 @@ from ._calls import call
 from ._core import Core
 from ._door import SNAPSHOT, Message
 from ._errors import ActorClosed, ActorError, ActorStartError, RestartLimitExceeded
-from ._events import Event, OnEvent
+from ._events import Event
 from ._exit import ExitReason, Raised, Returned, Stopped, is_abnormal
 from ._hub import Hub, News
-from ._incarnation import Incarnation, Observer, State
-from ._launcher import Launcher
+from ._incarnation import Environment, Incarnation, Observer, State
 from ._process import ProcessActor
 from ._remote import capture
 from ._snapshot import Snapshot
 from ._spec import Spec, SupervisorSpec
-from ._target import import_later
 from ._task import TaskActor
 from ._wire import Parcel
 
 REFRESH_TIMEOUT_S = 0.5
-
-
-class Environment(Struct, frozen=True):
-    """What all supervisors of one process share."""
-
-    launcher: Launcher
-    on_event: OnEvent | None = None
-    draw: Callable[[], float] = random.random  # for the backoff's jitter
-    on_interrupt: Callable[[BaseException], None] | None = None
-
-    def tell(self, event: Event) -> None:
-        if self.on_event is not None:
-            try:
-                self.on_event(event)
-            except Exception as exc:
-                self.interrupt(exc)
-
-    def interrupt(self, exc: BaseException) -> None:
-        """Ctrl-C inside an actor, or a broken `on_event`: for the tree's owner, after an orderly stop."""
-        if self.on_interrupt is None:
-            raise exc
-        self.on_interrupt(exc)
 
 
 class Slot:
@@ -88,14 +62,11 @@ class Runner(Incarnation):
         self,
         spec: SupervisorSpec,
         path: str,
-        *,
-        hub: Hub,
+        generation: int,
         environment: Environment,
-        observer: Observer | None = None,
-        generation: int = 0,
+        observer: Observer | None,
     ) -> None:
-        super().__init__(path, generation, hub, observer)
-        self.environment = environment
+        super().__init__(path, generation, environment, observer)
         self.slots: dict[str, Slot] = {}
         self.started = anyio.Event()  # all up, or ended before
         self.ended = anyio.Event()
@@ -250,33 +221,9 @@ class Runner(Incarnation):
     def _make(self, slot: Slot, generation: int) -> Incarnation:
         spec = slot.spec
         if isinstance(spec, SupervisorSpec):
-            return Runner(
-                spec, slot.path, hub=self.hub, environment=self.environment, observer=self, generation=generation
-            )
-        if spec.where == "process":
-            return ProcessActor(
-                spec,
-                slot.path,
-                generation,
-                hub=self.hub,
-                observer=self,
-                launcher=self.environment.launcher,
-                report=self.environment.tell,
-            )
-        return TaskActor(
-            slot.path,
-            generation,
-            spec.target if callable(spec.target) else import_later(spec.target),
-            tuple(spec.args),
-            hub=self.hub,
-            observer=self,
-            environment=self.environment,
-            start_timeout=spec.start_timeout,
-            start_timeout_max=spec.start_timeout_max,
-            drain=spec.drain,
-            mailbox=spec.mailbox,
-            overflow=spec.overflow,
-        )
+            return Runner(spec, slot.path, generation, self.environment, self)
+        kind = ProcessActor if spec.where == "process" else TaskActor
+        return kind(spec, slot.path, generation, self.environment, self)
 
     async def _run_child(self, slot: Slot, incarnation: Incarnation) -> None:
         reason = await incarnation.run()

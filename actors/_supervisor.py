@@ -16,9 +16,10 @@ from ._errors import ActorClosed, ActorError
 from ._events import OnEvent
 from ._exit import ExitReason, Returned, Stopped
 from ._hub import Hub
+from ._incarnation import Environment
 from ._launcher import Launcher, LocalLauncher
 from ._ref import Ref
-from ._runner import Environment, Runner, Slot, refresh, serve_snapshots
+from ._runner import Runner, Slot, refresh, serve_snapshots
 from ._snapshot import Snapshot
 from ._spec import AutoShutdown, Spec, Strategy, SupervisorSpec
 
@@ -213,8 +214,9 @@ def open_supervisor(
     def interrupt(exc: BaseException) -> None:
         supervisor.interrupt(exc)
 
-    environment = Environment(launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
-    supervisor = Supervisor(Runner(spec, "", hub=Hub("", anyio.current_time), environment=environment))
+    hub = Hub("", anyio.current_time)
+    environment = Environment(hub, launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
+    supervisor = Supervisor(Runner(spec, "", 0, environment, None))
     return supervisor._opened(wait_started)
 
 
@@ -226,9 +228,8 @@ async def open_nested(
     options = dict(options)
     wait_started = options.pop("wait_started", True)
     spec = SupervisorSpec(path.rpartition("/")[2], children, **options)
-    hub = actor.hub
-    runner = Runner(spec, path, hub=hub, environment=actor.environment)
-    siblings = hub.nested.setdefault(actor.path, [])
+    runner = Runner(spec, path, 0, actor.environment, None)
+    siblings = actor.hub.nested.setdefault(actor.path, [])
     if any(other.path == path for other in siblings):
         raise ActorError(f"actor {actor.path!r} has an open supervisor at {path!r} already")
     siblings.append(runner)
@@ -237,4 +238,4 @@ async def open_nested(
             yield supervisor
     finally:
         siblings.remove(runner)
-        hub.changed()
+        actor.hub.changed()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -14,12 +13,12 @@ from ._context import CallInfo, Context, Handler
 from ._door import Door, Mailbox, Message
 from ._errors import ActorError
 from ._exit import ExitReason, Lost, StartTimeout, Stopped
-from ._hub import Hub
-from ._incarnation import Actor, Observer, State
+from ._incarnation import Actor, Environment, Observer, State
 from ._remote import capture, verdict_on
 from ._snapshot import Snapshot
-from ._spec import Overflow
+from ._spec import ChildSpec
 from ._stacks import task_stacks
+from ._target import import_later
 from ._wire import CallError, Parcel
 
 STUCK_GRACE_S = 1.0  # after its deadline, a task that has not ended yet is reported
@@ -31,30 +30,19 @@ class TaskActor(Actor):
 
     def __init__(
         self,
+        spec: ChildSpec,
         path: str,
         generation: int,
-        target: Callable[..., Awaitable[Any]],
-        args: tuple[Any, ...],
-        *,
-        hub: Hub,
+        environment: Environment,
         observer: Observer,
-        environment: Any,
-        drain: bool,
-        mailbox: int,
-        overflow: Overflow,
-        start_timeout: float = math.inf,
-        start_timeout_max: float = math.inf,
     ) -> None:
-        super().__init__(path, generation, hub, observer, start_timeout, start_timeout_max)
+        super().__init__(spec, path, generation, environment, observer)
         self.pid = os.getpid()
-        self.environment = environment
         self.context = Context(self)
-        self.mailbox = Mailbox(mailbox, overflow, self.context.on_mail)
-        self.door = Door(path, generation, hub, self.mailbox, self._start_answer, self.stacks)
+        self.mailbox = Mailbox(spec.mailbox, spec.overflow, self.context.on_mail)
+        self.door = Door(path, generation, self.hub, self.mailbox, self._start_answer, self.stacks)
         self.cancel_at: float | None = None
-        self._target = target
-        self._args = args
-        self._drain = drain
+        self._target = spec.target if callable(spec.target) else import_later(spec.target)
         self._serving: set[Message] = set()
         self._tasks: TaskGroup | None = None
         self._timed_out: StartTimeout | None = None
@@ -102,7 +90,7 @@ class TaskActor(Actor):
 
     async def _call_target(self, scope: anyio.CancelScope) -> Any:
         try:
-            value = await self._target(self.context, *self._args)
+            value = await self._target(self.context, *self._spec.args)
             self._how = "returned"
             return value
         except (Exception, SystemExit) as exc:
@@ -159,7 +147,7 @@ class TaskActor(Actor):
         self.stop_deadline = deadline
         self._stopped_by = self._stopped_by or by
         self.cancel_at = now
-        if self._drain and self.started_at is not None and self.state is not State.STOPPING:
+        if self._spec.drain and self.started_at is not None and self.state is not State.STOPPING:
             budget = deadline - now
             self.cancel_at = deadline if math.isinf(budget) else deadline - min(CANCEL_SHARE_S, budget / 5)
             self.context.draining.set()

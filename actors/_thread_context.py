@@ -24,6 +24,7 @@ from ._peer import Peer
 from ._remote import capture, verdict_on
 from ._snapshot import Snapshot
 from ._stacks import thread_stacks
+from ._wire import Parcel
 
 FLUSH_TIMEOUT_S = 1.0
 CANCEL_SHARE_S = 1.0  # of a stop's budget, what is kept for the Stop notice after a Drain
@@ -45,9 +46,10 @@ class ThreadContext:
         self._out_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hub = Hub(self.path, time.monotonic)
         self._hub.on_snapshot = self._answer_snapshot
-        self._peer = Peer(sock, self._hub, self._on_control, self._wake)
+        self._peer = Peer(sock, self._hub, self._on_control)
+        self._peer.wake = self._wake
         self._hub.uplink = self._peer
-        self._mailbox = Mailbox(launch.mailbox, launch.overflow, self._notify)  # type: ignore[arg-type]
+        self._mailbox = Mailbox(launch.mailbox, launch.overflow, self._notify)
         self._door = Door(self.path, self.generation, self._hub, self._mailbox, self._to_answer, thread_stacks)
         self._door.is_open = True
         self._hub.doors[self.path] = self._door
@@ -130,7 +132,7 @@ class ThreadContext:
 
     def _answer_snapshot(self, call: Message) -> None:
         waiting, dropped = len(self._mailbox), self._mailbox.dropped
-        call.finish(wire.Parcel(Snapshot(self.path, "process", "", mailbox=waiting, dropped=dropped)))
+        call.finish(Parcel(Snapshot(self.path, "process", "", mailbox=waiting, dropped=dropped)))
 
     def _on_control(self, frame: wire.AnyFrame) -> None:
         match frame:
@@ -199,10 +201,10 @@ class ThreadContext:
             return False
 
     def _answer(self, call: Message, handler: Callable[[Any], Any]) -> None:
-        result: wire.Parcel | None = None
+        result: Parcel | None = None
         error: wire.CallError | None = None
         try:
-            result = wire.Parcel(handler(call.payload.load()))
+            result = Parcel(handler(call.payload.load()))
         except Exception as exc:
             error = wire.CallError("raised", self.path, error=capture(exc))
         with self._lock:

@@ -10,7 +10,7 @@ import importlib
 import struct
 import sys
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -22,6 +22,8 @@ MAIN_SCRIPT = "__actors_main__"
 WINDOW = 512  # casts per path that may be on their way over one link
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
+
+Overflow: TypeAlias = Literal["wait", "fail", "drop-oldest"]
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -81,7 +83,7 @@ class Launch(Frame, frozen=True, tag="launch"):
     args: list[bytes]
     backend: str
     mailbox: int
-    overflow: str
+    overflow: Overflow
     drain: bool
     grace_s: float
     generations: dict[str, int]
