@@ -1,7 +1,7 @@
 """The first code of a process actor: `python _child.py FD`. The stdlib only, and of that only what is quick to import.
 
 It says "boot" before anything else, reads its setup (JSON), watches the control channel for its parent's death from a
-thread of its own, and then hands over to `_child_async` or `_child_thread`.
+thread of its own, and then hands over to `_child_async` or `_thread_context`.
 """
 
 import os

@@ -9,15 +9,16 @@ from typing import Any
 
 import anyio
 from msgspec.structs import replace
+from setproctitle import setproctitle
 
 from . import _wire as wire
-from ._child_common import leave, prepare, read_launch, set_title
-from ._events import Event
+from ._child_common import leave, prepare, read_launch
 from ._exit import ExitReason, Lost, Progress
 from ._hub import Hub
 from ._incarnation import Environment, Incarnation
 from ._launcher import Launcher, LocalLauncher
 from ._link import Link
+from ._notices import Event
 from ._runner import serve_snapshots
 from ._snapshot import Snapshot
 from ._spec import ChildSpec
@@ -28,7 +29,7 @@ FLUSH_TIMEOUT_S = 1.0
 
 
 def run(fd: int, setup: dict[str, Any]) -> None:
-    set_title(setup["title"])
+    setproctitle(setup["title"])
     launch = read_launch(fd)
     target, args = prepare(fd, launch)
 
@@ -67,8 +68,8 @@ class ProcessMain:
             mailbox=launch.mailbox,
             overflow=launch.overflow,
         )
-        environment = Environment(self._hub, launcher, self._report)
-        self._actor = TaskActor(spec, launch.path, launch.generation, environment, self)
+        self.environment = Environment(self._hub, launcher, self._report)
+        self._actor = TaskActor(spec, launch.path, launch.generation, self)
 
     async def run(self) -> ExitReason:
         """The life of the actor; its bye is out when this returns."""
@@ -122,6 +123,6 @@ class ProcessMain:
         while True:
             await self._changed.wait()
             self._changed = anyio.Event()
-            if self._hub.nested:
+            if self._hub.runners:
                 self._link.send(wire.Tree(self._snapshot()))
             await anyio.sleep(TREE_EVERY_S)

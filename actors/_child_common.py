@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -12,21 +11,9 @@ from typing import Any, NoReturn, get_type_hints
 import msgspec
 
 from ._child import read_frame
-from ._exit import Exited, ExitReason, Progress, Returned, Stopped
-from ._remote import verdict_on
+from ._exit import Exited, ExitReason, Progress, Returned, Stopped, verdict_on
 from ._target import import_target
 from ._wire import Bye, Frame, Launch, Phase, decode_frame, encode_frame, load, portable
-
-
-def set_title(title: str) -> None:
-    """With setproctitle where it is installed, else only the kernel's 15 characters."""
-    if importlib.util.find_spec("setproctitle") is not None:
-        import setproctitle
-
-        setproctitle.setproctitle(title)
-    else:
-        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
-            comm.write(title[-15:])
 
 
 def read_launch(fd: int) -> Launch:

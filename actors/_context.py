@@ -40,24 +40,15 @@ class Context:
     """Handed to the target as its first argument. To be used on the actor's own event loop only."""
 
     def __init__(self, actor: TaskActor) -> None:
+        self.path = actor.path
+        self.name = actor.path.rpartition("/")[2]
+        self.generation = actor.generation
         self._actor = actor
         self._mail: anyio.Event | None = None
         self.draining = anyio.Event()
 
     def __repr__(self) -> str:
         return f"<Context of {self.path!r}, generation {self.generation}>"
-
-    @property
-    def path(self) -> str:
-        return self._actor.path
-
-    @property
-    def name(self) -> str:
-        return self._actor.path.rpartition("/")[2]
-
-    @property
-    def generation(self) -> int:
-        return self._actor.generation
 
     @property
     def deadline(self) -> float | None:

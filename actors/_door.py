@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import Struct
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 CAST = "$cast"  # the method of a message for the mailbox; its result is the mailbox's policy
 STACKS = "$stacks"
 SNAPSHOT = "$snapshot"
+
+Answer: TypeAlias = "Callable[[Message, Any], None]"
 
 
 class Message(Struct, eq=False):
@@ -108,17 +110,9 @@ class Mailbox:
 
 
 class Door:
-    """Where the messages for one actor come in. `answer` runs a handler, `stacks` says where the actor is."""
+    """Where the messages for one actor come in. `answer` gets a call and its handler, or a call of STACKS and None."""
 
-    def __init__(
-        self,
-        path: str,
-        generation: int,
-        hub: Hub,
-        mailbox: Mailbox,
-        answer: Callable[[Message, Any], None],
-        stacks: Callable[[], str],
-    ) -> None:
+    def __init__(self, path: str, generation: int, hub: Hub, mailbox: Mailbox, answer: Answer) -> None:
         self.path = path
         self.generation = generation
         self.mailbox = mailbox
@@ -126,7 +120,6 @@ class Door:
         self.started = False  # all handlers are known
         self._hub = hub
         self._answer = answer
-        self._stacks = stacks
         self._handlers: dict[str, Any] = {}
         self._early: deque[Message] = deque()
 
@@ -138,10 +131,8 @@ class Door:
             self.mailbox.put(message)
         elif not self.is_open:
             message.wait_in(self._early)
-        elif (handler := self._handlers.get(method)) is not None:
+        elif (handler := self._handlers.get(method)) is not None or method == STACKS:
             self._answer(message, handler)
-        elif method == STACKS:
-            message.finish(Parcel(self._stacks()))
         elif not self.started:
             message.wait_in(self._early)
         else:

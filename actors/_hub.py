@@ -76,7 +76,6 @@ class Hub:
         self.below: dict[str, Neighbour] = {}
         self.generations: dict[str, int] = {}
         self.runners: dict[str, Any] = {}  # of supervisors in this process, by path
-        self.nested: dict[str, list[Any]] = {}  # those of them that actors opened for themselves, by the actor's path
         self.on_snapshot: Callable[[Message], None]  # answers for this process
         self.on_generation: Callable[[str, int], None] | None = None
         self.on_change: Callable[[], None] | None = None

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import anyio
 from msgspec import Struct
 
-from ._events import Event, EventKind, OnEvent
 from ._exit import ExitReason, Progress, StartTimeout
 from ._hub import Hub
 from ._launcher import Launcher
+from ._notices import Event, EventKind, OnEvent
 from ._snapshot import Snapshot
 from ._spec import ChildSpec
 
@@ -58,6 +58,8 @@ class Environment(Struct, frozen=True):
 
 class Observer(Protocol):
     """Who supervises an incarnation or, inside a process actor, passes on what it says."""
+
+    environment: Environment
 
     def observe(self, actor: Incarnation, event: Event) -> None: ...
 
@@ -133,15 +135,8 @@ class Incarnation:
 class Actor(Incarnation):
     """What tasks and processes have in common: the clock of their start."""
 
-    def __init__(
-        self,
-        spec: ChildSpec,
-        path: str,
-        generation: int,
-        environment: Environment,
-        observer: Observer,
-    ) -> None:
-        super().__init__(path, generation, environment, observer)
+    def __init__(self, spec: ChildSpec, path: str, generation: int, observer: Observer) -> None:
+        super().__init__(path, generation, observer.environment, observer)
         self._spec = spec
         self._begun_at = 0.0
         self._start_deadline = math.inf

@@ -15,9 +15,8 @@ from msgspec import Struct, field
 
 from . import _wire as wire
 from ._door import CAST, Message
-from ._exit import ExitReason
+from ._exit import ExitReason, capture
 from ._hub import Hub, News
-from ._remote import capture
 from ._wire import Parcel
 
 _READ_BYTES = 256 * 1024
@@ -116,16 +115,12 @@ class Peer:
             self._partial = b"".join(batch)
         if self._partial:
             self._partial = self._write(self._partial)
-        return self.closed or not self.has_backlog
+        return self.closed or not (self._partial or self._urgent or self._bulk)
 
     @property
     def is_blocked(self) -> bool:
         """The socket took less than it was given."""
         return bool(self._partial)
-
-    @property
-    def has_backlog(self) -> bool:
-        return bool(self._partial or self._urgent or self._bulk)
 
     def read_some(self) -> bool:
         """Take in the frames that are there; False at the end of the stream. Raises BlockingIOError when there is

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 
 import anyio
 
 from . import _wire as wire
-from ._exit import Exited, ExitReason, Lost, Raised, Returned, Signalled, Stopped, Unresponsive
-from ._incarnation import Actor, Environment, Observer, State
-from ._launcher import ExitStatus, Process
+from ._exit import ExitReason, Lost, Raised, Returned, Stopped, Unresponsive, capture
+from ._incarnation import Actor, Observer, State
+from ._launcher import Process
 from ._link import Link
-from ._remote import capture
 from ._snapshot import Snapshot, aged
 from ._spec import ChildSpec
 
@@ -23,6 +21,7 @@ ORPHAN_GRACE_S = 1.0  # for a process that finds its parent gone: nobody is left
 LOST_GRACE_S = 0.5  # for a process that closed its control channel to be gone; less than it gives itself as an orphan
 REAP_TIMEOUT_S = 10.0  # for a killed process to be gone
 STACKS_TIMEOUT_S = 1.0
+TAIL_BYTES = 64 * 1024
 TAIL_LINES = 50
 
 
@@ -31,20 +30,13 @@ class ProcessActor(Actor):
 
     kind = "process"
 
-    def __init__(
-        self,
-        spec: ChildSpec,
-        path: str,
-        generation: int,
-        environment: Environment,
-        observer: Observer,
-    ) -> None:
-        super().__init__(spec, path, generation, environment, observer)
+    def __init__(self, spec: ChildSpec, path: str, generation: int, observer: Observer) -> None:
+        super().__init__(spec, path, generation, observer)
         self._tree: Snapshot | None = None  # as it last told
         self._tree_at = 0.0
-        self._process: Process | None = None
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._tail_rest = b""
+        self._process: Process
+        self._link: Link
+        self._tail = b""  # of its stderr
         self._waiting = anyio.CancelScope()
         self._beat_at = 0.0
         self._kill_at = math.inf  # the earliest of all reasons to kill it
@@ -57,7 +49,7 @@ class ProcessActor(Actor):
 
     @property
     def stderr_tail(self) -> tuple[str, ...]:
-        return tuple(self._tail)
+        return tuple(self._tail.decode(errors="replace").splitlines()[-TAIL_LINES:])
 
     def mailbox_counts(self) -> tuple[int, int]:
         return (0, 0) if self._tree is None else (self._tree.mailbox, self._tree.dropped)
@@ -106,8 +98,8 @@ class ProcessActor(Actor):
             process.close()
         return reason
 
-    async def _live(self, process: Process) -> ExitStatus | None:
-        """Until it is dead (its status) or can't be killed (None)."""
+    async def _live(self, process: Process) -> ExitReason | None:
+        """Until it is dead (the kernel's word on it) or can't be killed (None)."""
         status = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read)
@@ -137,7 +129,7 @@ class ProcessActor(Actor):
             self.hub.generations_below(self.path),
         )
 
-    def _verdict(self, status: ExitStatus | None) -> ExitReason:
+    def _verdict(self, status: ExitReason | None) -> ExitReason:
         if self._decided is not None:
             return self._decided
         if self._stopped_by is not None and not self._bye_first:
@@ -145,16 +137,12 @@ class ProcessActor(Actor):
         if self._bye is not None:
             return self._bye
         if status is None:
-            return Lost("it can't be killed: " + (self._process.describe() if self._process else ""))
+            return Lost(f"it can't be killed: {self._process.describe()}")
         if self._lost and self._killed_at is not None:
             return Lost(self._lost)
-        if status.signal is not None:
-            return Signalled(status.signal, status.core)
-        if status.code is not None:
-            return Exited(status.code)
-        return Lost("someone else has taken its exit status")
+        return status
 
-    def _stop_verdict(self, status: ExitStatus | None, by: str) -> ExitReason:
+    def _stop_verdict(self, status: ExitReason | None, by: str) -> ExitReason:
         if status is None:
             return Stopped(by, "stuck", "it can't be killed")
         if self._killed_at is not None and self._bye is None:
@@ -164,8 +152,7 @@ class ProcessActor(Actor):
             case Stopped(_, how, detail):
                 return Stopped(by, how, detail)
             case None:
-                last = Signalled(status.signal, status.core) if status.signal else Exited(status.code or 0)
-                return Stopped(by, "exited", str(last))
+                return Stopped(by, "exited", str(status))
             case Returned():
                 return Stopped(by, "returned")
             case other:
@@ -223,7 +210,6 @@ class ProcessActor(Actor):
                 raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
 
     async def _read_stderr(self) -> None:
-        assert self._process is not None
         while self._process.stderr is not None:
             await anyio.wait_readable(self._process.stderr)
             if not self._read_stderr_now():
@@ -231,7 +217,6 @@ class ProcessActor(Actor):
 
     def _read_stderr_now(self) -> bool:
         """Take what is there; False at its end."""
-        assert self._process is not None
         while self._process.stderr is not None:
             try:
                 data = os.read(self._process.stderr, 65536)
@@ -240,12 +225,7 @@ class ProcessActor(Actor):
             if not data:
                 break
             self.environment.launcher.show(data)
-            *lines, self._tail_rest = (self._tail_rest + data).split(b"\n")
-            self._tail_rest = self._tail_rest[-4096:]
-            self._tail.extend(line.decode(errors="replace") for line in lines)
-        if self._tail_rest:
-            self._tail.append(self._tail_rest.decode(errors="replace"))
-            self._tail_rest = b""
+            self._tail = (self._tail + data)[-TAIL_BYTES:]
         return False
 
     # -- its time ---
@@ -263,7 +243,6 @@ class ProcessActor(Actor):
         return math.inf if limit is None else self._beat_at + limit
 
     async def _run_clock(self) -> None:
-        assert self._process is not None
         while True:
             now = anyio.current_time()
             if self._killed_at is not None:
@@ -290,11 +269,10 @@ class ProcessActor(Actor):
 
     async def thread_stacks(self) -> str:
         """The stacks of all its threads, taken by a signal, so also when stuck. They go to the stderr tail too."""
-        assert self._process is not None
         stacks = await self._process.dump_stacks(STACKS_TIMEOUT_S)
         if not stacks:
             stacks = f"no stacks: the process didn't answer ({self._process.describe()})"
-        self._tail.extend(stacks.splitlines())
+        self._tail += b"\n" + stacks.encode()
         return stacks
 
     def stop(self, deadline: float, by: str) -> None:
@@ -305,7 +283,7 @@ class ProcessActor(Actor):
             self._stop_at = now
         self._stopped_by = self._stopped_by or by
         self.stop_deadline = deadline
-        if self._process is None:
+        if self.state is State.NEW:
             return
         if self.state in (State.SPAWNING, State.BOOTED):  # its target hasn't begun: there is nothing to unwind
             self.state = State.STOPPING

@@ -88,8 +88,7 @@ class Ref:
         if slot is None:
             raise NoSuchActor(self.path)
         await runner.restart_slot(slot)
-        assert slot.incarnation is not None
-        return Ref(self._hub, self.path, slot.generation, slot.incarnation.value, slot.incarnation.pid)
+        return ref_to(slot, self._hub)
 
     def _owner(self) -> tuple[Runner, Slot | None]:
         parent, _, name = self.path.rpartition("/")
@@ -97,3 +96,11 @@ class Ref:
         if runner is None:
             raise ActorError(f"actor {self.path!r} is not supervised in this process")
         return runner, runner.slots.get(name)
+
+
+def ref_to(slot: Slot, hub: Hub) -> Ref:
+    """A ref to the present incarnation of a child."""
+    actor = slot.incarnation
+    if actor is None:
+        return Ref(hub, slot.path, 0, None, None)
+    return Ref(hub, slot.path, actor.generation, actor.value, actor.pid)

@@ -14,12 +14,11 @@ from ._calls import call
 from ._core import Core
 from ._door import SNAPSHOT, Message
 from ._errors import ActorClosed, ActorError, ActorStartError, RestartLimitExceeded
-from ._events import Event
-from ._exit import ExitReason, Raised, Returned, Stopped, is_abnormal
+from ._exit import ExitReason, Lost, Raised, Returned, Stopped, capture, is_abnormal
 from ._hub import Hub, News
 from ._incarnation import Environment, Incarnation, Observer, State
+from ._notices import Event
 from ._process import ProcessActor
-from ._remote import capture
 from ._snapshot import Snapshot
 from ._spec import Spec, SupervisorSpec
 from ._task import TaskActor
@@ -65,12 +64,15 @@ class Runner(Incarnation):
         generation: int,
         environment: Environment,
         observer: Observer | None,
+        opened_by: TaskActor | None = None,
     ) -> None:
         super().__init__(path, generation, environment, observer)
+        self.opened_by = opened_by
         self.slots: dict[str, Slot] = {}
         self.started = anyio.Event()  # all up, or ended before
         self.ended = anyio.Event()
         self.finished: _core.Finished | None = None
+        self.reason: ExitReason = Lost("it was torn down")  # once it has ended
         self.core = Core(spec, environment.draw)
         self._tasks: TaskGroup | None = None
         self._timer_wake = anyio.Event()
@@ -85,14 +87,14 @@ class Runner(Incarnation):
             else:
                 await self._live()
             assert self.finished is not None
-            reason = self._verdict(self.finished)
+            self.reason = self._verdict(self.finished)
         finally:  # also when it crashes, as when `on_event` raises: whoever waits must not wait for ever
             self.state = State.ENDED
             self.hub.runners.pop(self.path, None)
             self.started.set()
             self.ended.set()
-        self.environment.tell(Event("supervisor_ended", self.path, reason=reason))
-        return reason
+        self.environment.tell(Event("supervisor_ended", self.path, reason=self.reason))
+        return self.reason
 
     async def _live(self) -> None:
         self.state = State.STARTING
@@ -100,6 +102,8 @@ class Runner(Incarnation):
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 self.hub.runners[self.path] = self
+                for child in self.core.spec.children:
+                    self._new_slot(child)
                 tasks.start_soon(self._run_timers)
                 self._carry_out(self.core.begin(anyio.current_time()))
                 await self._done.wait()
@@ -145,8 +149,10 @@ class Runner(Incarnation):
         """One more child. Raises SpecError, or ActorClosed if the supervisor is stopping."""
         if self._tasks is None or self.core.ending is not None:
             raise ActorClosed(f"supervisor {self.path or 'root'!r} is stopping; it starts nothing more")
-        self._carry_out(self.core.add(spec, anyio.current_time()))
-        return self._slot(spec.name)
+        actions = self.core.add(spec, anyio.current_time())
+        slot = self._new_slot(spec)
+        self._carry_out(actions)
+        return slot
 
     async def stop_slot(self, slot: Slot, deadline: float, by: str) -> None:
         """Stop a child for good and wait until it is gone. Cancelled, the stop goes on."""
@@ -179,11 +185,10 @@ class Runner(Incarnation):
                 case _core.Decided():
                     self._decided(action)
                 case _core.Removed(name):
-                    if name in self.slots:
-                        slot = self.slots.pop(name)
-                        slot.gone = True
-                        slot.notify()
-                        self.hub.forget(slot.path)
+                    slot = self.slots.pop(name)
+                    slot.gone = True
+                    slot.notify()
+                    self.hub.forget(slot.path)
                 case _core.AllStarted():
                     self.started_at = anyio.current_time()
                     self.state = State.RUNNING
@@ -203,16 +208,12 @@ class Runner(Incarnation):
     def _child_path(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
 
-    def _slot(self, name: str) -> Slot:
-        slot = self.slots.get(name)
-        if slot is None:
-            spec = self.core.children[name].spec if name in self.core.children else None
-            assert spec is not None
-            slot = self.slots[name] = Slot(spec, self._child_path(name))
+    def _new_slot(self, spec: Spec) -> Slot:
+        slot = self.slots[spec.name] = Slot(spec, self._child_path(spec.name))
         return slot
 
     def _start(self, name: str) -> None:
-        slot = self._slot(name)
+        slot = self.slots[name]
         slot.incarnation = self._make(slot, self.hub.next_generation(slot.path))
         self.environment.tell(slot.incarnation.event("starting"))
         assert self._tasks is not None
@@ -223,7 +224,7 @@ class Runner(Incarnation):
         if isinstance(spec, SupervisorSpec):
             return Runner(spec, slot.path, generation, self.environment, self)
         kind = ProcessActor if spec.where == "process" else TaskActor
-        return kind(spec, slot.path, generation, self.environment, self)
+        return kind(spec, slot.path, generation, self)
 
     async def _run_child(self, slot: Slot, incarnation: Incarnation) -> None:
         reason = await incarnation.run()
@@ -237,7 +238,7 @@ class Runner(Incarnation):
         slot.notify()
 
     def _decided(self, decided: _core.Decided) -> None:
-        actor = self._slot(decided.name).incarnation
+        actor = self.slots[decided.name].incarnation
         assert actor is not None
         self.environment.tell(
             actor.event(
@@ -271,7 +272,7 @@ class Runner(Incarnation):
 
     # -- looking ---
     def inner(self) -> tuple[Snapshot, ...]:
-        return tuple(self._child_snapshot(self._slot(name), child) for name, child in self.core.children.items())
+        return tuple(self._child_snapshot(self.slots[name], child) for name, child in self.core.children.items())
 
     def _child_snapshot(self, slot: Slot, child: _core.Child) -> Snapshot:
         last_exit = None if child.last_exit is None else str(child.last_exit)

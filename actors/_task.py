@@ -12,13 +12,12 @@ from anyio.abc import TaskGroup
 from ._context import CallInfo, Context, Handler
 from ._door import Door, Mailbox, Message
 from ._errors import ActorError
-from ._exit import ExitReason, Lost, StartTimeout, Stopped
-from ._incarnation import Actor, Environment, Observer, State
-from ._remote import capture, verdict_on
+from ._exit import ExitReason, Lost, StartTimeout, Stopped, capture, verdict_on
+from ._incarnation import Actor, Observer, State
 from ._snapshot import Snapshot
 from ._spec import ChildSpec
 from ._stacks import task_stacks
-from ._target import import_later
+from ._target import import_target
 from ._wire import CallError, Parcel
 
 STUCK_GRACE_S = 1.0  # after its deadline, a task that has not ended yet is reported
@@ -28,21 +27,13 @@ CANCEL_SHARE_S = 1.0  # of a stop's budget, what is kept for the cancel stage af
 class TaskActor(Actor):
     """`target(ctx, *args)` in a cancel scope of its own, with a clock for its start and its stop."""
 
-    def __init__(
-        self,
-        spec: ChildSpec,
-        path: str,
-        generation: int,
-        environment: Environment,
-        observer: Observer,
-    ) -> None:
-        super().__init__(spec, path, generation, environment, observer)
+    def __init__(self, spec: ChildSpec, path: str, generation: int, observer: Observer) -> None:
+        super().__init__(spec, path, generation, observer)
         self.pid = os.getpid()
         self.context = Context(self)
         self.mailbox = Mailbox(spec.mailbox, spec.overflow, self.context.on_mail)
-        self.door = Door(path, generation, self.hub, self.mailbox, self._start_answer, self.stacks)
+        self.door = Door(path, generation, self.hub, self.mailbox, self._start_answer)
         self.cancel_at: float | None = None
-        self._target = spec.target if callable(spec.target) else import_later(spec.target)
         self._serving: set[Message] = set()
         self._tasks: TaskGroup | None = None
         self._timed_out: StartTimeout | None = None
@@ -90,7 +81,9 @@ class TaskActor(Actor):
 
     async def _call_target(self, scope: anyio.CancelScope) -> Any:
         try:
-            value = await self._target(self.context, *self._spec.args)
+            target = self._spec.target
+            function = import_target(target) if isinstance(target, str) else target
+            value = await function(self.context, *self._spec.args)
             self._how = "returned"
             return value
         except (Exception, SystemExit) as exc:
@@ -155,15 +148,19 @@ class TaskActor(Actor):
         if self.state is State.STOPPING:
             self._cancel()
         self._clock_wake.set()
-        for runner in self.hub.nested.get(self.path, ()):
+        for runner in self._opened():
             if runner.core.ending is not None:
                 runner.stop(deadline, by)
         self.hub.changed()
 
     # -- looking ---
+    def _opened(self) -> list[Any]:
+        """The supervisors that it has opened for itself."""
+        return [runner for runner in self.hub.runners.values() if runner.opened_by is self]
+
     def inner(self) -> tuple[Snapshot, ...]:
         found: list[Snapshot] = []
-        for runner in self.hub.nested.get(self.path, ()):
+        for runner in self._opened():
             found += runner.inner() if runner.path == self.path else (runner.snapshot(),)
         return tuple(found)
 
@@ -189,7 +186,10 @@ class TaskActor(Actor):
         self._observer.beat(self)
 
     # -- calls ---
-    def _start_answer(self, call: Message, handler: Handler) -> None:
+    def _start_answer(self, call: Message, handler: Handler | None) -> None:
+        if handler is None:
+            call.finish(Parcel(self.stacks()))
+            return
         assert self._tasks is not None
         self._serving.add(call)
         self._tasks.start_soon(self._answer, call, handler)

@@ -13,15 +13,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from setproctitle import setproctitle
+
 from . import _wire as wire
-from ._child_common import leave, prepare, read_launch, set_title
+from ._child_common import leave, prepare, read_launch
 from ._door import Door, Mailbox, Message
 from ._errors import ActorError
-from ._exit import ExitReason, Progress, Stopped
+from ._exit import ExitReason, Progress, Stopped, capture, verdict_on
 from ._hub import Hub, News
 from ._notices import Cast, Drain, Notice, Stop
 from ._peer import Peer
-from ._remote import capture, verdict_on
 from ._snapshot import Snapshot
 from ._stacks import thread_stacks
 from ._wire import Parcel
@@ -50,7 +51,7 @@ class ThreadContext:
         self._peer.wake = self._wake
         self._hub.uplink = self._peer
         self._mailbox = Mailbox(launch.mailbox, launch.overflow, self._notify)
-        self._door = Door(self.path, self.generation, self._hub, self._mailbox, self._to_answer, thread_stacks)
+        self._door = Door(self.path, self.generation, self._hub, self._mailbox, self._to_answer)
         self._door.is_open = True
         self._hub.doors[self.path] = self._door
         self._news: deque[Notice] = deque()
@@ -88,15 +89,15 @@ class ThreadContext:
         return self._stop_at if self._is_stopping else None
 
     def notices(self) -> list[Notice]:
-        """What is new since the last call."""
+        """What is new since the last call; casts first."""
         try:
             os.eventfd_read(self.wakeup_fd)
         except BlockingIOError:
             return []
         with self._lock:
-            news = list(self._news)
+            casts = [Cast(self._mailbox.get().load()) for _ in range(len(self._mailbox))]
+            news = [*casts, *self._news]
             self._news.clear()
-            news += [Cast(self._mailbox.get().load()) for _ in range(len(self._mailbox))]
         return news
 
     def watch(self, path: str) -> None:
@@ -126,8 +127,8 @@ class ThreadContext:
         self._news.append(news.notice())
         self._notify()
 
-    def _to_answer(self, call: Message, handler: Callable[[Any], Any]) -> None:
-        self._calls.append((call, handler))
+    def _to_answer(self, call: Message, handler: Callable[[Any], Any] | None) -> None:
+        self._calls.append((call, handler or (lambda payload: thread_stacks())))
         self._wake()
 
     def _answer_snapshot(self, call: Message) -> None:
@@ -232,7 +233,7 @@ class ThreadContext:
 
 
 def run(fd: int, setup: dict[str, Any]) -> None:
-    set_title(setup["title"])
+    setproctitle(setup["title"])
     launch = read_launch(fd)
     target, args = prepare(fd, launch)
     leave(ThreadContext(socket.socket(fileno=fd), launch).run(target, args))

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from ._events import Event
 from ._exit import ExitReason, Progress, RemoteErrorData, Returned
+from ._notices import Event
 from ._snapshot import Snapshot
 
 MAIN_SCRIPT = "__actors_main__"

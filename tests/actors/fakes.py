@@ -10,10 +10,10 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from actors import ChildSpec, ExitStatus, Progress
+from actors import ChildSpec, Exited, ExitReason, Progress, Signalled
 from actors._child_async import ProcessMain
 from actors._child_common import exit_code, resolve
-from actors._remote import verdict_on
+from actors._exit import verdict_on
 from actors._wire import Boot, Bye, Launch, Phase, decode_frame, encode_frame
 
 SIGKILL = 9
@@ -46,11 +46,11 @@ class FakeLauncher:
 
     def kill(self, path: str, number: int = SIGKILL) -> None:
         """End the process at `path` as a signal would."""
-        self.processes[path].end(ExitStatus(signal=number))
+        self.processes[path].end(Signalled(number))
 
     def exit(self, path: str, code: int) -> None:
         """End the process at `path` as os._exit would."""
-        self.processes[path].end(ExitStatus(code=code))
+        self.processes[path].end(Exited(code))
 
 
 class FakeProcess:
@@ -62,18 +62,18 @@ class FakeProcess:
         self.control, self._theirs = socket.socketpair()
         self._launcher = launcher
         self._scope = anyio.CancelScope()
-        self._status: ExitStatus | None = None
+        self._status: ExitReason | None = None
         self._dead = anyio.Event()
 
     async def live(self) -> None:
         try:
             with self._scope:
-                self.end(ExitStatus(code=await self._main()))
+                self.end(Exited(await self._main()))
         except (OSError, EOFError, anyio.ClosedResourceError):
             if self._status is None:
-                self.end(ExitStatus(code=0))  # its parent is gone
+                self.end(Exited(0))  # its parent is gone
         finally:
-            self.end(ExitStatus(signal=SIGKILL))  # if it has no other status yet
+            self.end(Signalled(SIGKILL))  # if it has no other status yet
             self._dead.set()
 
     async def _main(self) -> int:
@@ -102,20 +102,20 @@ class FakeProcess:
             data += more
         return data
 
-    def end(self, status: ExitStatus) -> None:
+    def end(self, status: ExitReason) -> None:
         if self._status is None:
             self._status = status
             anyio.notify_closing(self._theirs)
             self._theirs.close()  # the dead say nothing more
             self._scope.cancel("killed")
 
-    async def wait(self) -> ExitStatus:
+    async def wait(self) -> ExitReason:
         await self._dead.wait()
         assert self._status is not None
         return self._status
 
     def kill(self) -> None:
-        self.end(ExitStatus(signal=SIGKILL))
+        self.end(Signalled(SIGKILL))
 
     def reap(self) -> None:
         pass
