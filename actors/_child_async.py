@@ -56,7 +56,6 @@ class ProcessMain:
         self._link = Link(sock, self._hub, self._on_control)
         self._hub.uplink = self._link
         self._hub.generations.update(launch.generations)
-        self._hub.on_generation = lambda path, number: self._link.send(wire.Generation(path, number))
         self._hub.on_change = lambda: self._changed.set()
         spec = ChildSpec(
             launch.path.rpartition("/")[2],

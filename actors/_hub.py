@@ -77,7 +77,6 @@ class Hub:
         self.generations: dict[str, int] = {}
         self.runners: dict[str, Any] = {}  # of supervisors in this process, by path
         self.on_snapshot: Callable[[Message], None]  # answers for this process
-        self.on_generation: Callable[[str, int], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.casts = 0  # so far, from here
         self._forgotten: deque[str] = deque()
@@ -88,14 +87,8 @@ class Hub:
     # -- who is where ---
     def next_generation(self, path: str) -> int:
         """Generations grow for the whole life of the tree, also over restarts of the process that holds `path`."""
-        number = self.generations.get(path, 0) + 1
-        self.note_generation(path, number)
+        self.generations[path] = number = self.generations.get(path, 0) + 1
         return number
-
-    def note_generation(self, path: str, number: int) -> None:
-        self.generations[path] = number
-        if self.on_generation is not None:
-            self.on_generation(path, number)
 
     def generations_below(self, path: str) -> dict[str, int]:
         return {key: value for key, value in self.generations.items() if key.startswith(path + "/")}

@@ -203,9 +203,9 @@ class ProcessActor(Actor):
                 self.take_tree(snapshot)
                 self.hub.changed()
             case wire.Reported(event):
+                if event.kind == "starting":  # for the next incarnation of this process
+                    self.hub.generations[event.path] = event.generation
                 self.environment.tell(event)
-            case wire.Generation(path, number):
-                self.hub.note_generation(path, number)
             case _:
                 raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
 

@@ -63,16 +63,9 @@ class Tree(Frame, frozen=True, tag="tree"):
 
 
 class Reported(Frame, frozen=True, tag="event"):
-    """What a supervisor inside the child reports."""
+    """What a supervisor inside the child reports. From these, too, the parent knows which generations there were."""
 
     event: Event
-
-
-class Generation(Frame, frozen=True, tag="generation"):
-    """A path below the child got this generation; the parent remembers it for the child's next incarnation."""
-
-    path: str
-    generation: int
 
 
 # -- life of a process actor, parent to child ---
@@ -155,7 +148,7 @@ class Told(Frame, frozen=True, tag="told"):
 
 
 AnyFrame: TypeAlias = (
-    Boot | Phase | Started | Beat | Bye | Tree | Reported | Generation | Launch | Stop
+    Boot | Phase | Started | Beat | Bye | Tree | Reported | Launch | Stop
     | Call | Reply | Cancel | Cast | Taken | Watch | Told
 )  # fmt: skip
 
