@@ -1,4 +1,4 @@
-"""The closed set of ways in which an actor ends, as data that crosses processes."""
+"""The closed set of ways in which an actor ends, and exceptions, as data that crosses processes."""
 
 from __future__ import annotations
 

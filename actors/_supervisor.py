@@ -223,4 +223,5 @@ async def open_nested(
         async with Supervisor(runner)._opened(wait_started) as supervisor:
             yield supervisor
     finally:
+        actor.hub.runners.pop(path, None)
         actor.hub.changed()

@@ -43,7 +43,7 @@ class ThreadContext:
         """Readable whenever `notices()` has something new."""
         self._grace_s = launch.grace_s
         self._sock = sock
-        self._lock = threading.RLock()  # for everything below
+        self._lock = threading.RLock()  # for the hub, the peer and the news
         self._out_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hub = Hub(self.path, time.monotonic)
         self._hub.on_snapshot = self._answer_snapshot

@@ -38,7 +38,8 @@ async def inspector(ctx: Context, name: str = "") -> None:
                 peer = client.extra(SocketAttribute.raw_socket)
                 _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
                 if uid in (0, os.geteuid()):
-                    await client.send((await _answer(ctx, (await client.receive()).decode().split())).encode())
+                    words = (await client.receive()).decode(errors="replace").split()
+                    await client.send((await _answer(ctx, words)).encode())
 
     async with await anyio.create_unix_listener("\0" + name) as listener:
         ctx.started(name)
