@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         RestartLimitExceeded,
         SpecError,
     )
-    from ._events import Event
     from ._exit import (
         Exited,
         ExitReason,
@@ -35,84 +34,46 @@ if TYPE_CHECKING:
         Unresponsive,
         is_abnormal,
     )
-    from ._launcher import ExitStatus, Launcher, LocalLauncher, Process
-    from ._notices import Cast, Down, Drain, Notice, Stop, Up
+    from ._launcher import Launcher, LocalLauncher, Process
+    from ._notices import Cast, Down, Drain, Event, Notice, Stop, Up
     from ._ref import Ref
     from ._snapshot import Snapshot, format_tree
     from ._spec import Backoff, ChildSpec, Spec, SupervisorSpec, check
     from ._supervisor import Supervisor, open_supervisor
     from ._thread_context import ThreadContext
 
-__all__ = [
-    "ActorClosed",
-    "ActorDied",
-    "ActorError",
-    "ActorStartError",
-    "Backoff",
-    "CallInfo",
-    "CallTimeout",
-    "Cast",
-    "ChildSpec",
-    "Context",
-    "Down",
-    "Drain",
-    "Event",
-    "ExitReason",
-    "ExitStatus",
-    "Exited",
-    "Launcher",
-    "LocalLauncher",
-    "Lost",
-    "MailboxFull",
-    "NoSuchActor",
-    "Notice",
-    "Process",
-    "Progress",
-    "Raised",
-    "Ref",
-    "RemoteError",
-    "RemoteErrorData",
-    "RestartLimitExceeded",
-    "Returned",
-    "Signalled",
-    "Snapshot",
-    "Spec",
-    "SpecError",
-    "StartTimeout",
-    "Stop",
-    "Stopped",
-    "Supervisor",
-    "SupervisorSpec",
-    "ThreadContext",
-    "Unresponsive",
-    "Up",
-    "Watch",
-    "check",
-    "format_tree",
-    "is_abnormal",
-    "open_supervisor",
-]
+__all__ = ["CallInfo", "Context", "Watch"]
+__all__ += ["ActorClosed", "ActorDied", "ActorError", "ActorStartError", "CallTimeout", "MailboxFull", "NoSuchActor"]
+__all__ += ["RemoteError", "RestartLimitExceeded", "SpecError"]
+__all__ += ["ExitReason", "Exited", "Lost", "Progress", "Raised", "RemoteErrorData", "Returned", "Signalled"]
+__all__ += ["StartTimeout", "Stopped", "Unresponsive", "is_abnormal"]
+__all__ += ["Launcher", "LocalLauncher", "Process"]
+__all__ += ["Cast", "Down", "Drain", "Event", "Notice", "Stop", "Up"]
+__all__ += ["Ref"]
+__all__ += ["Snapshot", "format_tree"]
+__all__ += ["Backoff", "ChildSpec", "Spec", "SupervisorSpec", "check"]
+__all__ += ["Supervisor", "open_supervisor"]
+__all__ += ["ThreadContext"]
 
-_HOMES = {
-    "_context": "CallInfo Context Watch",
-    "_errors": "ActorClosed ActorDied ActorError ActorStartError CallTimeout MailboxFull NoSuchActor "
-    "RemoteError RestartLimitExceeded SpecError",
-    "_events": "Event",
-    "_exit": "ExitReason Exited Lost Progress Raised RemoteErrorData Returned Signalled StartTimeout Stopped "
-    "Unresponsive is_abnormal",
-    "_launcher": "ExitStatus Launcher LocalLauncher Process",
-    "_notices": "Cast Down Drain Notice Stop Up",
-    "_ref": "Ref",
-    "_snapshot": "Snapshot format_tree",
-    "_spec": "Backoff ChildSpec Spec SupervisorSpec check",
-    "_supervisor": "Supervisor open_supervisor",
-    "_thread_context": "ThreadContext",
-}
+_HOMES = (  # what needs no event loop comes first
+    "_errors",
+    "_exit",
+    "_notices",
+    "_snapshot",
+    "_spec",
+    "_thread_context",
+    "_context",
+    "_launcher",
+    "_ref",
+    "_supervisor",
+)
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names.split():
-            value = globals()[name] = getattr(import_module(f".{module}", __name__), name)
-            return value
+    if name in __all__:
+        for home in _HOMES:
+            names = vars(import_module(f".{home}", __name__))
+            if name in names:
+                globals()[name] = names[name]
+                return names[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

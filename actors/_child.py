@@ -1,7 +1,7 @@
 """The first code of a process actor: `python _child.py FD`. The stdlib only, and of that only what is quick to import.
 
 It says "boot" before anything else, reads its setup (JSON), watches the control channel for its parent's death from a
-thread of its own, and then hands over to `_child_async` or `_child_thread`.
+thread of its own, and then hands over to `_child_async` or `_thread_context`.
 """
 
 import os
@@ -14,7 +14,12 @@ def boot(fd: int) -> None:
     os.write(fd, len(body).to_bytes(4, "big") + body)
 
 
-def read_exactly(fd: int, size: int) -> bytes:
+def read_frame(fd: int) -> bytes:
+    """The body of the next frame; it waits for all of it."""
+    return _read(fd, int.from_bytes(_read(fd, 4), "big"))
+
+
+def _read(fd: int, size: int) -> bytes:
     data = b""
     while len(data) < size:
         more = os.read(fd, size - len(data))
@@ -75,7 +80,7 @@ def main() -> None:
     import atexit
     import json
 
-    setup = json.loads(read_exactly(fd, int.from_bytes(read_exactly(fd, 4), "big")))
+    setup = json.loads(read_frame(fd))
     _thread.start_new_thread(watch_parent, (fd, setup["grace_s"]))
     atexit.register(end_session, os.getpid())  # registered first, so that it runs last
     import faulthandler
@@ -91,7 +96,7 @@ def main() -> None:
     sys.path[:] = setup["path"]
     sys.argv = [setup["title"]]
     if setup["backend"] == "main-thread":
-        from actors._child_thread import run
+        from actors._thread_context import run
     else:
         from actors._child_async import run
     run(fd, setup)

@@ -8,37 +8,35 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+from msgspec.structs import replace
+from setproctitle import setproctitle
 
 from . import _wire as wire
-from ._child_common import leave, prepare, read_launch, set_title
-from ._events import Event
+from ._child_common import leave, prepare, read_launch
 from ._exit import ExitReason, Lost, Progress
-from ._hub import Hub, PendingCall
-from ._incarnation import Incarnation
+from ._hub import Hub
+from ._incarnation import Environment, Incarnation
 from ._launcher import Launcher, LocalLauncher
 from ._link import Link
-from ._peer import Peer
-from ._runner import Environment
+from ._notices import Event
+from ._runner import serve_snapshots
 from ._snapshot import Snapshot
+from ._spec import ChildSpec
 from ._task import TaskActor
-from ._views import nested_snapshots, refresh
 
-BEAT_EVERY_S = 0.05
 TREE_EVERY_S = 0.05
 FLUSH_TIMEOUT_S = 1.0
 
 
 def run(fd: int, setup: dict[str, Any]) -> None:
-    set_title(setup["title"])
-    sock = socket.socket(fileno=fd)
-    launch, reader, early = read_launch(sock)
-    target, args = prepare(sock, launch)
+    setproctitle(setup["title"])
+    launch = read_launch(fd)
+    target, args = prepare(fd, launch)
 
     async def main() -> ExitReason:
-        return await ProcessMain(sock, launch, target, args, LocalLauncher()).run(reader, early)
+        return await ProcessMain(socket.socket(fileno=fd), launch, target, args, LocalLauncher()).run()
 
-    reason = anyio.run(main, backend=launch.backend)
-    leave(reason)
+    leave(anyio.run(main, backend=launch.backend))
 
 
 class ProcessMain:
@@ -52,37 +50,31 @@ class ProcessMain:
         args: tuple[Any, ...],
         launcher: Launcher,
     ) -> None:
-        self._launch = launch
-        self._link = Link(sock, lambda: self._peer.flush_taken())
-        self._hub = Hub(launch.path)
-        self._peer = Peer(self._hub, "", self._link, self._on_control)
-        self._hub.uplink = self._peer
-        self._hub.generations.update(launch.generations)
-        self._hub.on_generation = lambda path, number: self._send(wire.Generation(path, number))
-        self._hub.on_change = self._on_change
-        self._hub.system["$snapshot"] = self._answer_snapshot
+        self._grace_s = launch.grace_s
         self._changed = anyio.Event()
-        self._beat_at = -math.inf
-        self._beat_phase: str | None = None
-        self._actor = TaskActor(
-            launch.path,
-            launch.generation,
+        self._hub = Hub(launch.path, anyio.current_time)
+        self._link = Link(sock, self._hub, self._on_control)
+        self._hub.uplink = self._link
+        self._hub.generations.update(launch.generations)
+        self._hub.on_change = lambda: self._changed.set()
+        spec = ChildSpec(
+            launch.path.rpartition("/")[2],
             target,
             args,
-            hub=self._hub,
-            observer=self,
-            environment=Environment(launcher, lambda event: self._send(wire.Reported(wire.portable_event(event)))),
+            start_timeout=math.inf,  # its parent keeps the time
+            start_timeout_max=math.inf,
             drain=launch.drain,
             mailbox=launch.mailbox,
-            overflow=launch.overflow,  # type: ignore[arg-type]
+            overflow=launch.overflow,
         )
+        self.environment = Environment(self._hub, launcher, self._report)
+        self._actor = TaskActor(spec, launch.path, launch.generation, self)
 
-    async def run(self, reader: wire.FrameReader, early: list[wire.AnyFrame]) -> ExitReason:
+    async def run(self) -> ExitReason:
         """The life of the actor; its bye is out when this returns."""
-        self._link.continue_with(reader)
         async with anyio.create_task_group() as tasks:
-            self._hub.tasks = tasks
-            tasks.start_soon(self._read, early)
+            serve_snapshots(self._hub, tasks, self._snapshot)
+            tasks.start_soon(self._read)
             tasks.start_soon(self._link.write)
             tasks.start_soon(self._push_tree)
             reason = await self._actor.run()
@@ -92,16 +84,14 @@ class ProcessMain:
             await self._link.flush()
         return reason
 
-    async def _read(self, early: list[wire.AnyFrame]) -> None:
+    async def _read(self) -> None:
+        why = "the death of its parent"
         try:
-            for frame in early:
-                self._peer.on_frame(frame)
-            await self._link.read(self._peer.on_frame)
+            await self._link.read()
         except wire.ProtocolError as exc:
-            self._actor.stop(anyio.current_time() + self._launch.grace_s, f"a broken control channel ({exc})")
-        else:
-            self._actor.stop(anyio.current_time() + self._launch.grace_s, "the death of its parent")
-        self._peer.close(0, Lost("its parent is gone"))
+            why = f"a broken control channel ({exc})"
+        self._actor.stop(anyio.current_time() + self._grace_s, why)
+        self._link.died(0, Lost("its parent is gone"))
 
     def _on_control(self, frame: wire.AnyFrame) -> None:
         match frame:
@@ -110,56 +100,28 @@ class ProcessMain:
             case _:
                 raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
 
-    def _send(self, frame: wire.Frame) -> None:
-        self._link.send(frame)
+    def _report(self, event: Event) -> None:
+        """From a supervisor in this process."""
+        self._link.send(wire.Reported(replace(event, reason=event.reason and wire.portable(event.reason))))
 
     # -- observer of the actor ---
-    def progressed(self, actor: Incarnation) -> None:
-        self._send(wire.Phase(actor.progress))
-
-    def has_started(self, actor: Incarnation) -> None:
-        self._send(wire.Started(wire.dump(actor.value)))
+    def observe(self, actor: Incarnation, event: Event) -> None:
+        if event.kind == "progress":
+            self._link.send(wire.Phase(actor.progress))
+        elif event.kind == "started":
+            self._link.send(wire.Started(wire.dump(actor.value)))
 
     def beat(self, actor: Incarnation) -> None:
-        now = anyio.current_time()
-        if actor.phase != self._beat_phase or now - self._beat_at >= BEAT_EVERY_S:
-            self._beat_at, self._beat_phase = now, actor.phase
-            self._send(wire.Beat(actor.phase))
-
-    def failed_start(self, actor: Incarnation, reason: ExitReason) -> None:
-        pass  # the parent keeps the time
-
-    def reported(self, event: Event) -> None:
-        self._send(wire.Reported(event))
-
-    def stuck(self, actor: Incarnation, text: str) -> None:
-        pass  # the parent kills
+        self._link.beat(actor.phase)
 
     # -- what is below ---
     def _snapshot(self) -> Snapshot:
-        actor = self._actor
-        waiting, dropped = actor.mailbox_counts()
-        return Snapshot(
-            path=actor.path,
-            kind="process",
-            state=actor.state,
-            mailbox=waiting,
-            dropped=dropped,
-            progress=Progress(),
-            children=nested_snapshots(self._hub, actor.path),
-        )
-
-    async def _answer_snapshot(self, call: PendingCall) -> None:
-        await refresh(self._hub)
-        call.finish(wire.Parcel(self._snapshot()))
-
-    def _on_change(self) -> None:
-        self._changed.set()
+        return replace(self._actor.snapshot(), kind="process", progress=Progress())
 
     async def _push_tree(self) -> None:
         while True:
             await self._changed.wait()
             self._changed = anyio.Event()
-            if self._hub.supervisors:
-                self._send(wire.Tree(wire.encode_snapshots((self._snapshot(),))))
+            if self._hub.runners:
+                self._link.send(wire.Tree(self._snapshot()))
             await anyio.sleep(TREE_EVERY_S)

@@ -8,20 +8,24 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
-from msgspec import Struct
+import msgspec
 
+from ._calls import call, cast
+from ._door import SNAPSHOT
 from ._exit import Progress
 from ._hub import Hub, News
 from ._notices import Down, Up
-from ._snapshot import Snapshot, ask_snapshot
+from ._snapshot import Snapshot
 from ._spec import Spec
 
 if TYPE_CHECKING:
     from ._supervisor import Supervisor
     from ._task import TaskActor
 
+SNAPSHOT_TIMEOUT_S = 5.0
 
-class CallInfo(Struct, frozen=True):
+
+class CallInfo(msgspec.Struct, frozen=True):
     """Who calls, and until when (anyio.current_time clock) the answer is of use."""
 
     method: str
@@ -36,23 +40,15 @@ class Context:
     """Handed to the target as its first argument. To be used on the actor's own event loop only."""
 
     def __init__(self, actor: TaskActor) -> None:
+        self.path = actor.path
+        self.name = actor.path.rpartition("/")[2]
+        self.generation = actor.generation
         self._actor = actor
+        self._mail: anyio.Event | None = None
         self.draining = anyio.Event()
 
     def __repr__(self) -> str:
         return f"<Context of {self.path!r}, generation {self.generation}>"
-
-    @property
-    def path(self) -> str:
-        return self._actor.path
-
-    @property
-    def name(self) -> str:
-        return self._actor.path.rpartition("/")[2]
-
-    @property
-    def generation(self) -> int:
-        return self._actor.generation
 
     @property
     def deadline(self) -> float | None:
@@ -73,7 +69,7 @@ class Context:
 
     def on(self, method: str, handler: Handler) -> None:
         """Answer calls of `method`: each runs in a task of this actor, cancelled with the caller's wait."""
-        self._actor.set_handler(method, handler)
+        self._actor.door.set_handler(method, handler)
 
     @property
     def inbox(self) -> AsyncIterator[Any]:
@@ -81,8 +77,17 @@ class Context:
         return self._inbox()
 
     async def _inbox(self) -> AsyncIterator[Any]:
+        mailbox = self._actor.mailbox
         while True:
-            yield (await self._actor.mailbox.get()).load()
+            while not mailbox:
+                self._mail = anyio.Event()
+                await self._mail.wait()
+            yield mailbox.get().load()
+
+    def on_mail(self) -> None:
+        """From the mailbox."""
+        if self._mail is not None:
+            self._mail.set()
 
     def watch(self, path: str) -> Watch:
         """Iterate over `Up` and `Down` of the actor at an absolute path: first what is known, then what happens."""
@@ -90,11 +95,11 @@ class Context:
 
     async def call(self, path: str, method: str, payload: Any = None, timeout: float | None = None) -> Any:
         """Call an actor anywhere in the tree. Cancellation crosses to the callee. Raises what `Ref.call` raises."""
-        return await self._actor.hub.call(path, method, payload, timeout, caller=self.path)
+        return await call(self._actor.hub, path, method, payload, timeout, caller=self.path)
 
     async def cast(self, path: str, payload: Any) -> None:
         """Put a message into the mailbox of an actor anywhere in the tree, as its overflow policy says."""
-        await self._actor.hub.cast(path, payload)
+        await cast(self._actor.hub, path, payload)
 
     def cast_nowait(self, path: str, payload: Any) -> bool:
         """The same without waiting; False when there was no room or no such actor."""
@@ -102,7 +107,8 @@ class Context:
 
     async def snapshot(self) -> Snapshot:
         """The state of the whole tree, from its root."""
-        return await ask_snapshot(self._actor.hub, "")
+        data = await self.call("/", SNAPSHOT, timeout=SNAPSHOT_TIMEOUT_S)
+        return msgspec.convert(data, Snapshot) if isinstance(data, dict) else data
 
     def open_supervisor(
         self, children: Sequence[Spec] = (), *, name: str = "", **options: Any
@@ -115,15 +121,14 @@ class Context:
 
 
 class _Feed:
+    """What the hub holds of a watch, so that a watch that is dropped can go."""
+
     def __init__(self) -> None:
         self.news: deque[Up | Down] = deque()
         self.wake = anyio.Event()
 
     def tell(self, news: News) -> None:
-        if news.reason is None:
-            self.news.append(Up(news.path, news.value.load(), news.generation))
-        else:
-            self.news.append(Down(news.path, news.generation, news.reason))
+        self.news.append(news.notice())
         self.wake.set()
 
 

@@ -53,8 +53,6 @@ class Removed(Struct, frozen=True):
     """The child is forgotten: stopped for good, or its first start on a running supervisor failed."""
 
     name: str
-    reason: ExitReason | None
-    failed_start: bool
 
 
 class Finished(Struct, frozen=True):
@@ -174,9 +172,7 @@ class Core(Struct, eq=False):
         if deadline < self.deadline:
             self.deadline = deadline
             for child in self.children.values():
-                if child.status == "stopping" and deadline < child.deadline:
-                    child.deadline = deadline
-                    self._actions.append(Stop(child.name, deadline, self._by(child)))
+                self._hurry(child, deadline, self._by(child))
         return self._settle(now)
 
     def stop_child(self, name: str, now: float, deadline: float, by: str) -> list[Action]:
@@ -186,11 +182,10 @@ class Core(Struct, eq=False):
         child.want, child.removing, child.recovering = False, True, False
         if child.status in ("starting", "running"):
             self._stop_child(child, now, deadline, by)
-        elif child.status == "stopping" and deadline < child.deadline:
-            child.deadline = deadline
-            self._actions.append(Stop(name, deadline, by))
-        elif child.status == "down":
-            self._remove(child, child.last_exit, failed_start=not child.ever_started)
+        elif child.status == "stopping":
+            self._hurry(child, deadline, by)
+        else:
+            self._remove(child)
         return self._settle(now)
 
     def restart_child(self, name: str, now: float, by: str) -> list[Action]:
@@ -215,10 +210,10 @@ class Core(Struct, eq=False):
         child.waits_on &= frozenset(self.children)
         if child.removing:
             self._decide(child, reason, "removed")
-            self._remove(child, reason, failed_start=not child.ever_started)
+            self._remove(child)
         else:
             self._decide(child, reason, "restart" if child.want and self.ending is None else "stopped")
-            self._forget_if_done(child, reason)
+            self._forget_if_done(child)
 
     def _on_death(self, child: Child, reason: ExitReason, in_start: bool, now: float) -> None:
         """It ended by itself."""
@@ -230,7 +225,7 @@ class Core(Struct, eq=False):
             if not child.first_hour:
                 child.want = False
                 self._decide(child, reason, "removed")
-                self._remove(child, reason, failed_start=True)
+                self._remove(child)
                 return
             if not self.started:
                 self._decide(child, reason, "give up")
@@ -242,7 +237,7 @@ class Core(Struct, eq=False):
             self._decide(child, reason, "stays down")
             if spec.significant:
                 self._auto_shutdown()
-            self._forget_if_done(child, reason)
+            self._forget_if_done(child)
             return
         if spec.give_up_on is not None and spec.give_up_on(reason):
             self._decide(child, reason, "give up")
@@ -302,17 +297,17 @@ class Core(Struct, eq=False):
         if self.ending is None:
             self.ending = finished
 
-    def _remove(self, child: Child, reason: ExitReason | None, *, failed_start: bool) -> None:
+    def _remove(self, child: Child) -> None:
         del self.children[child.name]
         for other in self.children.values():
             other.depends_on = tuple(name for name in other.depends_on if name != child.name)
             other.waits_on -= {child.name}
-        self._actions.append(Removed(child.name, reason, failed_start))
+        self._actions.append(Removed(child.name))
 
-    def _forget_if_done(self, child: Child, reason: ExitReason) -> None:
+    def _forget_if_done(self, child: Child) -> None:
         """A temporary child of a pool leaves nothing behind when it has ended; its name is free again."""
         if child.spec.restart == "temporary" and not child.first_hour and self.ending is None:
-            self._remove(child, reason, failed_start=False)
+            self._remove(child)
 
     def _decide(self, child: Child, reason: ExitReason, what: str, delay_s: float = 0.0) -> None:
         self._actions.append(Decided(child.name, reason, what, delay_s, len(self.deaths)))
@@ -372,6 +367,11 @@ class Core(Struct, eq=False):
         child.deadline = min(deadline, self.deadline, math.inf if budget is None else now + budget)
         child.status = "stopping"
         self._actions.append(Stop(child.name, child.deadline, by))
+
+    def _hurry(self, child: Child, deadline: float, by: str) -> None:
+        if child.status == "stopping" and deadline < child.deadline:
+            child.deadline = deadline
+            self._actions.append(Stop(child.name, deadline, by))
 
     def _tick(self, now: float) -> None:
         if not math.isnan(self._seen_at) and not any(child.recovering for child in self.children.values()):

@@ -18,20 +18,12 @@ from pathlib import Path
 from typing import Protocol
 
 import anyio
-from msgspec import Struct
 
 from ._child import end_session
+from ._exit import Exited, ExitReason, Lost, Signalled
 from ._spec import ChildSpec
 
 _CHILD = str(Path(__file__).with_name("_child.py"))
-
-
-class ExitStatus(Struct, frozen=True):
-    """What the kernel says about a process that has ended: a code or a signal, or neither if someone else took it."""
-
-    code: int | None = None
-    signal: int | None = None
-    core: bool = False
 
 
 class Process(Protocol):
@@ -41,8 +33,9 @@ class Process(Protocol):
     control: socket.socket
     stderr: int | None  # fd to read its stderr from
 
-    async def wait(self) -> ExitStatus:
-        """Its end, as its host's kernel knows it. May be cancelled and called again."""
+    async def wait(self) -> ExitReason:
+        """Its end, as its host's kernel knows it: Exited, Signalled, or Lost if someone else took its exit status. May
+        be cancelled and called again."""
 
     def kill(self) -> None:
         """SIGKILL for it and everything in its OS session."""
@@ -58,7 +51,7 @@ class Process(Protocol):
         none can come: a stopped process (SIGSTOP) isn't waited for."""
 
     def close(self) -> None:
-        """Let go of every fd. Idempotent."""
+        """Let go of every fd."""
 
 
 class Launcher(Protocol):
@@ -130,22 +123,22 @@ class LocalProcess:
         self.pid = popen.pid
         self.control = control
         self.stderr: int | None = stderr
+        self._stderr = stderr
         self._popen = popen
         self._pidfd = pidfd
         self._stacks = stacks
-        self._closed = False
 
-    async def wait(self) -> ExitStatus:
+    async def wait(self) -> ExitReason:
         await anyio.wait_readable(self._pidfd)
         try:
             info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # noqa: ASYNC222  it has ended
         except ChildProcessError:
             info = None
         if info is None:
-            return ExitStatus()
+            return Lost("someone else has taken its exit status")
         if info.si_code == os.CLD_EXITED:
-            return ExitStatus(code=info.si_status)
-        return ExitStatus(signal=info.si_status, core=info.si_code == os.CLD_DUMPED)
+            return Exited(info.si_status)
+        return Signalled(info.si_status, info.si_code == os.CLD_DUMPED)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -197,13 +190,9 @@ class LocalProcess:
         return os.pread(self._stacks, size - before, before).decode(errors="replace")
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.control.close()
-            for fd in (self.stderr, self._pidfd, self._stacks):
-                if fd is not None:
-                    os.close(fd)
-            self.stderr = None
+        self.control.close()
+        for fd in (self._stderr, self._pidfd, self._stacks):
+            os.close(fd)
 
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1  # see _child.py

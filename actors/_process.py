@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
-from typing import Any
 
 import anyio
 
 from . import _wire as wire
-from ._exit import Exited, ExitReason, Lost, Progress, Raised, Returned, Signalled, StartTimeout, Stopped, Unresponsive
-from ._hub import Hub
-from ._incarnation import Observer, State
-from ._launcher import ExitStatus, Launcher, Process
+from ._exit import ExitReason, Lost, Raised, Returned, Stopped, Unresponsive, capture
+from ._incarnation import Actor, Observer, State
+from ._launcher import Process
 from ._link import Link
-from ._peer import Peer
-from ._remote import capture
-from ._snapshot import Snapshot
+from ._snapshot import Snapshot, aged
 from ._spec import ChildSpec
 
 FAILED_START_GRACE_S = 0.3  # for a process whose start has failed to be gone
@@ -26,41 +21,26 @@ ORPHAN_GRACE_S = 1.0  # for a process that finds its parent gone: nobody is left
 LOST_GRACE_S = 0.5  # for a process that closed its control channel to be gone; less than it gives itself as an orphan
 REAP_TIMEOUT_S = 10.0  # for a killed process to be gone
 STACKS_TIMEOUT_S = 1.0
+TAIL_BYTES = 64 * 1024
 TAIL_LINES = 50
 
 
-class ProcessActor:
+class ProcessActor(Actor):
     """Liveness is two facts joined: the kernel's word on the process, and its own words on the control channel."""
 
-    def __init__(
-        self, spec: ChildSpec, path: str, generation: int, *, hub: Hub, observer: Observer, launcher: Launcher
-    ) -> None:
-        self.path = path
-        self.generation = generation
-        self.pid: int | None = None
-        self.state = State.NEW
-        self.phase = ""
-        self.progress = Progress()
-        self.value: Any = None
-        self.started_at: float | None = None
-        self.exception: BaseException | None = None
-        self.tree: tuple[Snapshot, ...] = ()
-        self.tree_at = 0.0
-        self._spec = spec
-        self._hub = hub
-        self._observer = observer
-        self._launcher = launcher
-        self._process: Process | None = None
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._tail_rest = b""
+    kind = "process"
+
+    def __init__(self, spec: ChildSpec, path: str, generation: int, observer: Observer) -> None:
+        super().__init__(spec, path, generation, observer)
+        self._tree: Snapshot | None = None  # as it last told
+        self._tree_at = 0.0
+        self._process: Process
+        self._link: Link
+        self._tail = b""  # of its stderr
         self._waiting = anyio.CancelScope()
-        self._clock_wake = anyio.Event()
-        self._begun_at = self._beat_at = 0.0
-        self._start_deadline = math.inf
+        self._beat_at = 0.0
         self._kill_at = math.inf  # the earliest of all reasons to kill it
         self._killed_at: float | None = None
-        self._stopped_by: str | None = None
-        self._deadline = math.inf
         self._bye: ExitReason | None = None
         self._bye_first = False  # it ended by itself, before anyone stopped it
         self._decided: ExitReason | None = None  # by us: it started too late, or hangs
@@ -69,37 +49,37 @@ class ProcessActor:
 
     @property
     def stderr_tail(self) -> tuple[str, ...]:
-        return tuple(self._tail)
+        return tuple(self._tail.decode(errors="replace").splitlines()[-TAIL_LINES:])
 
     def mailbox_counts(self) -> tuple[int, int]:
-        return next(((top.mailbox, top.dropped) for top in self.tree), (0, 0))
+        return (0, 0) if self._tree is None else (self._tree.mailbox, self._tree.dropped)
+
+    def inner(self) -> tuple[Snapshot, ...]:
+        children = () if self._tree is None else self._tree.children
+        return tuple(aged(child, anyio.current_time() - self._tree_at) for child in children)
 
     def take_tree(self, snapshot: Snapshot) -> None:
-        self.tree = (snapshot,)
-        self.tree_at = anyio.current_time()
+        self._tree = snapshot
+        self._tree_at = anyio.current_time()
 
     # -- life ---
     async def run(self) -> ExitReason:
         if self._stopped_by is not None:
             return Stopped(self._stopped_by)
-        self.state = State.SPAWNING
-        self._begun_at = anyio.current_time()
-        self._extend_start()
+        self._begin(State.SPAWNING)
         grace = ORPHAN_GRACE_S if self._spec.stop_timeout is None else min(self._spec.stop_timeout, ORPHAN_GRACE_S)
         try:
-            self._process = process = self._launcher.launch(self._spec, self.path, grace)
+            self._process = process = self.environment.launcher.launch(self._spec, self.path, grace)
         except (OSError, ValueError) as exc:
             self.exception = exc
             return Raised(capture(exc))
         self.pid = process.pid
-        self._hub.changed()
+        self.hub.changed()
         reason: ExitReason = Lost("its supervisor was torn down")
-        self._link = Link(process.control, lambda: peer.flush_taken())
-        peer = Peer(self._hub, self.path, self._link, self._on_control)
-        peer.generation = self.generation
+        self._link = Link(process.control, self.hub, self._on_control, self.path, self.generation)
         try:
             self._link.send(self._launch_frame(grace))
-            self._hub.register(peer)
+            self.hub.add_below(self.path, self._link)
             status = await self._live(process)
             reason = self._verdict(status)
             if status is not None:
@@ -112,14 +92,14 @@ class ProcessActor:
             raise
         finally:
             self.state = State.ENDED
-            peer.close(self.generation, reason)
-            self._hub.unregister(peer, self.generation, reason)
+            self._link.died(self.generation, reason)
+            self.hub.remove(self.path, self.generation, reason)
             self._link.close()
             process.close()
         return reason
 
-    async def _live(self, process: Process) -> ExitStatus | None:
-        """Until it is dead (its status) or can't be killed (None)."""
+    async def _live(self, process: Process) -> ExitReason | None:
+        """Until it is dead (the kernel's word on it) or can't be killed (None)."""
         status = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read)
@@ -128,7 +108,7 @@ class ProcessActor:
             tasks.start_soon(self._run_clock)
             with self._waiting:
                 status = await process.wait()
-                self._link.read_rest(self._on_frame)
+                self._link.read_rest()
                 self._read_stderr_now()
             tasks.cancel_scope.cancel()
         return status
@@ -146,10 +126,10 @@ class ProcessActor:
             spec.overflow,
             spec.drain,
             grace_s,
-            self._hub.generations_below(self.path),
+            self.hub.generations_below(self.path),
         )
 
-    def _verdict(self, status: ExitStatus | None) -> ExitReason:
+    def _verdict(self, status: ExitReason | None) -> ExitReason:
         if self._decided is not None:
             return self._decided
         if self._stopped_by is not None and not self._bye_first:
@@ -157,16 +137,12 @@ class ProcessActor:
         if self._bye is not None:
             return self._bye
         if status is None:
-            return Lost("it can't be killed: " + (self._process.describe() if self._process else ""))
+            return Lost(f"it can't be killed: {self._process.describe()}")
         if self._lost and self._killed_at is not None:
             return Lost(self._lost)
-        if status.signal is not None:
-            return Signalled(status.signal, status.core)
-        if status.code is not None:
-            return Exited(status.code)
-        return Lost("someone else has taken its exit status")
+        return status
 
-    def _stop_verdict(self, status: ExitStatus | None, by: str) -> ExitReason:
+    def _stop_verdict(self, status: ExitReason | None, by: str) -> ExitReason:
         if status is None:
             return Stopped(by, "stuck", "it can't be killed")
         if self._killed_at is not None and self._bye is None:
@@ -176,8 +152,7 @@ class ProcessActor:
             case Stopped(_, how, detail):
                 return Stopped(by, how, detail)
             case None:
-                last = Signalled(status.signal, status.core) if status.signal else Exited(status.code or 0)
-                return Stopped(by, "exited", str(last))
+                return Stopped(by, "exited", str(status))
             case Returned():
                 return Stopped(by, "returned")
             case other:
@@ -186,7 +161,7 @@ class ProcessActor:
     # -- its words ---
     async def _read(self) -> None:
         try:
-            await self._link.read(self._on_frame)
+            await self._link.read()
         except wire.ProtocolError as exc:
             self._lost = f"it broke the protocol: {exc}"
             self._kill_by(0.0)
@@ -195,62 +170,46 @@ class ProcessActor:
             self._lost = "it closed its control channel and stayed alive"
             self._kill_by(LOST_GRACE_S)
 
-    def _on_frame(self, frame: wire.AnyFrame) -> None:
-        peer = self._hub.endpoints.get(self.path)
-        assert isinstance(peer, Peer)
-        peer.on_frame(frame)
-
     def _on_control(self, frame: wire.AnyFrame) -> None:
         match frame:
             case wire.Boot():
                 if self.state is State.SPAWNING:
                     self.state = State.BOOTED
-                self._observer.progressed(self)
+                self._tell("progress", progress=self.progress)
             case wire.Phase(progress):
                 if progress.phase != "import" and self.state is State.BOOTED:
                     self.state = State.STARTING
                     self._reached_target = True
-                self.progress = progress
-                self.phase = progress.phase
-                self._extend_start()
-                self._observer.progressed(self)
+                self.on_progress(progress)
             case wire.Started(value):
-                self._on_started(value)
+                self._beat_at = anyio.current_time()
+                self.on_started(wire.load(value))
+                if self._stopped_by is None:
+                    self._tell("started")
             case wire.Beat(phase):
                 self._beat_at = anyio.current_time()
                 if phase != self.phase:  # another limit holds, maybe an earlier one
                     self.phase = phase
                     self._clock_wake.set()
+                assert self._observer is not None
                 self._observer.beat(self)
             case wire.Bye(reason):
                 self._bye = reason
                 self._bye_first = self._stopped_by is None
                 if self.started_at is None and self._bye_first:
-                    self._observer.failed_start(self, reason)
+                    self._tell("failed_start", reason=reason)
                 self._kill_by(FAILED_START_GRACE_S if self.started_at is None else EXIT_GRACE_S)
             case wire.Tree(snapshot):
-                self.tree = wire.decode_snapshot(snapshot)
-                self.tree_at = anyio.current_time()
-                self._hub.changed()
+                self.take_tree(snapshot)
+                self.hub.changed()
             case wire.Reported(event):
-                self._observer.reported(event)
-            case wire.Generation(path, number):
-                self._hub.note_generation(path, number)
+                if event.kind == "starting":  # for the next incarnation of this process
+                    self.hub.generations[event.path] = event.generation
+                self.environment.tell(event)
             case _:
                 raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
 
-    def _on_started(self, value: bytes) -> None:
-        self.value = wire.load(value)
-        self.started_at = self._beat_at = anyio.current_time()
-        self.phase = ""
-        if self.state in (State.SPAWNING, State.BOOTED, State.STARTING):
-            self.state = State.RUNNING
-        self._clock_wake.set()
-        if self._stopped_by is None:
-            self._observer.has_started(self)
-
     async def _read_stderr(self) -> None:
-        assert self._process is not None
         while self._process.stderr is not None:
             await anyio.wait_readable(self._process.stderr)
             if not self._read_stderr_now():
@@ -258,7 +217,6 @@ class ProcessActor:
 
     def _read_stderr_now(self) -> bool:
         """Take what is there; False at its end."""
-        assert self._process is not None
         while self._process.stderr is not None:
             try:
                 data = os.read(self._process.stderr, 65536)
@@ -266,93 +224,66 @@ class ProcessActor:
                 return True
             if not data:
                 break
-            self._launcher.show(data)
-            *lines, self._tail_rest = (self._tail_rest + data).split(b"\n")
-            self._tail_rest = self._tail_rest[-4096:]
-            self._tail.extend(line.decode(errors="replace") for line in lines)
-        if self._tail_rest:
-            self._tail.append(self._tail_rest.decode(errors="replace"))
-            self._tail_rest = b""
+            self.environment.launcher.show(data)
+            self._tail = (self._tail + data)[-TAIL_BYTES:]
         return False
 
     # -- its time ---
-    def _extend_start(self) -> None:
-        now = anyio.current_time()
-        self._start_deadline = min(now + self._spec.start_timeout, self._begun_at + self._spec.start_timeout_max)
-
     def _kill_by(self, delay_s: float) -> None:
         self._kill_at = min(self._kill_at, anyio.current_time() + delay_s)
         self._clock_wake.set()
 
-    def _hang_limit(self) -> float:
+    def _patience_ends(self) -> float:
+        """When its silence is too long: before it has started, and after."""
+        if self._stopped_by is not None or self._bye is not None or self._decided is not None:
+            return math.inf
+        if self.started_at is None:
+            return self._start_deadline
         limit = self._spec.hang_timeouts.get(self.phase, self._spec.hang_timeout)
-        return math.inf if limit is None else limit
+        return math.inf if limit is None else self._beat_at + limit
 
     async def _run_clock(self) -> None:
         while True:
             now = anyio.current_time()
-            alive = self._stopped_by is None and self._bye is None and self._decided is None
-            until = self._kill_at
             if self._killed_at is not None:
-                until = self._killed_at + REAP_TIMEOUT_S
-                if now >= until:
-                    self._give_up_on_process()
+                if now >= self._killed_at + REAP_TIMEOUT_S:
+                    text = f"SIGKILL was sent {REAP_TIMEOUT_S:g} s ago and it still exists: {self._process.describe()}"
+                    self._tell("stuck", text=text)
+                    self._waiting.cancel()
                     return
+                await self._next_alarm(self._killed_at + REAP_TIMEOUT_S)
             elif now >= self._kill_at:
-                self._kill(now)
-                continue
-            elif alive and self.started_at is None:
-                until = min(until, self._start_deadline)
-                if now >= self._start_deadline:
-                    limit = round(self._start_deadline - self._begun_at, 3)
-                    self._decided = StartTimeout(self.phase, self.progress, limit)
-                    self._observer.failed_start(self, self._decided)
-                    await self.thread_stacks()
-                    self._kill_by(0.0)
-                    continue
-            elif alive:
-                hang_at = self._beat_at + self._hang_limit()
-                until = min(until, hang_at)
-                if now >= hang_at:
-                    silent, phase = now - self._beat_at, self.phase
-                    stacks = await self.thread_stacks()
-                    self._decided = Unresponsive(round(silent, 3), phase, stacks)
-                    self._kill_by(0.0)
-                    continue
-            self._clock_wake = anyio.Event()
-            with anyio.move_on_at(until):
-                await self._clock_wake.wait()
+                self._killed_at = now
+                self.state = State.STOPPING
+                self._process.kill()
+            elif now < (patience_ends := self._patience_ends()):
+                await self._next_alarm(min(self._kill_at, patience_ends))
+            elif self.started_at is None:
+                self._decided = self._start_failed()
+                await self.thread_stacks()
+                self._kill_by(0.0)
+            else:
+                silent, phase = round(now - self._beat_at, 3), self.phase
+                self._decided = Unresponsive(silent, phase, await self.thread_stacks())
+                self._kill_by(0.0)
 
     async def thread_stacks(self) -> str:
         """The stacks of all its threads, taken by a signal, so also when stuck. They go to the stderr tail too."""
-        assert self._process is not None
         stacks = await self._process.dump_stacks(STACKS_TIMEOUT_S)
         if not stacks:
             stacks = f"no stacks: the process didn't answer ({self._process.describe()})"
-        self._tail.extend(stacks.splitlines())
+        self._tail += b"\n" + stacks.encode()
         return stacks
-
-    def _kill(self, now: float) -> None:
-        assert self._process is not None
-        self._killed_at = now
-        self.state = State.STOPPING
-        self._process.kill()
-
-    def _give_up_on_process(self) -> None:
-        assert self._process is not None
-        text = f"SIGKILL was sent {REAP_TIMEOUT_S:g} s ago and it still exists: {self._process.describe()}"
-        self._observer.stuck(self, text)
-        self._waiting.cancel()
 
     def stop(self, deadline: float, by: str) -> None:
         now = anyio.current_time()
-        if self._stopped_by is not None and deadline >= self._deadline:
+        if self._stopped_by is not None and deadline >= self.stop_deadline:
             return
         if self._stopped_by is None:
             self._stop_at = now
         self._stopped_by = self._stopped_by or by
-        self._deadline = deadline
-        if self._process is None:
+        self.stop_deadline = deadline
+        if self.state is State.NEW:
             return
         if self.state in (State.SPAWNING, State.BOOTED):  # its target hasn't begun: there is nothing to unwind
             self.state = State.STOPPING
@@ -368,4 +299,4 @@ class ProcessActor:
         if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
             self._kill_by(FAILED_START_GRACE_S)
         self._clock_wake.set()
-        self._hub.changed()
+        self.hub.changed()

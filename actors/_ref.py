@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.lowlevel
 
+from ._calls import call, cast
 from ._context import Watch
+from ._door import STACKS
 from ._errors import ActorError, CallTimeout, NoSuchActor
 from ._hub import Hub
 from ._notices import Down
@@ -42,12 +44,12 @@ class Ref:
         Raises ActorDied (also when it dies meanwhile), RemoteError (the handler raised), CallTimeout, NoSuchActor.
         """
         hub = self._hub
-        return await hub.call(self.path, method, payload, timeout, caller=hub.base, generation=self.generation)
+        return await call(hub, self.path, method, payload, timeout, caller=hub.base, generation=self.generation)
 
     async def cast(self, payload: Any) -> None:
         """Put `payload` into the mailbox; what happens when it is full is the spec's `overflow`. A cancelled cast that
         waits for room sends nothing. Raises ActorDied, MailboxFull, NoSuchActor."""
-        await self._hub.cast(self.path, payload, generation=self.generation)
+        await cast(self._hub, self.path, payload, generation=self.generation)
 
     def cast_nowait(self, payload: Any) -> bool:
         """The same without waiting; False when there is no room, or no such actor any more."""
@@ -66,7 +68,7 @@ class Ref:
     async def stacks(self) -> str:
         """Where the actor is: its tasks, as its loop tells; all its threads, if the loop does not answer."""
         try:
-            text = await self._hub.call(self.path, "$stacks", None, STACKS_TIMEOUT_S, generation=self.generation)
+            text = await call(self._hub, self.path, STACKS, None, STACKS_TIMEOUT_S, generation=self.generation)
             return str(text)
         except CallTimeout:
             _, slot = self._owner()
@@ -86,8 +88,7 @@ class Ref:
         if slot is None:
             raise NoSuchActor(self.path)
         await runner.restart_slot(slot)
-        assert slot.incarnation is not None
-        return Ref(self._hub, self.path, slot.generation, slot.incarnation.value, slot.incarnation.pid)
+        return ref_to(slot, self._hub)
 
     def _owner(self) -> tuple[Runner, Slot | None]:
         parent, _, name = self.path.rpartition("/")
@@ -95,3 +96,11 @@ class Ref:
         if runner is None:
             raise ActorError(f"actor {self.path!r} is not supervised in this process")
         return runner, runner.slots.get(name)
+
+
+def ref_to(slot: Slot, hub: Hub) -> Ref:
+    """A ref to the present incarnation of a child."""
+    actor = slot.incarnation
+    if actor is None:
+        return Ref(hub, slot.path, 0, None, None)
+    return Ref(hub, slot.path, actor.generation, actor.value, actor.pid)

@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import random
+import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
-from msgspec import Struct
+from msgspec.structs import replace
 
 from . import _core
+from ._calls import call
 from ._core import Core
-from ._errors import ActorClosed, ActorStartError, RestartLimitExceeded
-from ._events import Event, OnEvent
-from ._exit import ExitReason, Progress, Raised, Returned, Stopped, is_abnormal
+from ._door import SNAPSHOT, Message
+from ._errors import ActorClosed, ActorError, ActorStartError, RestartLimitExceeded
+from ._exit import ExitReason, Lost, Raised, Returned, Stopped, capture, is_abnormal
 from ._hub import Hub, News
-from ._incarnation import Incarnation, Observer, State
-from ._launcher import Launcher
+from ._incarnation import Environment, Incarnation, Observer, State
+from ._notices import Event
 from ._process import ProcessActor
-from ._remote import capture
+from ._snapshot import Snapshot
 from ._spec import Spec, SupervisorSpec
-from ._target import import_later
 from ._task import TaskActor
 from ._wire import Parcel
 
-
-class Environment(Struct, frozen=True):
-    """What all supervisors of one process share."""
-
-    launcher: Launcher
-    on_event: OnEvent | None = None
-    draw: Callable[[], float] = random.random  # for the backoff's jitter
-    on_interrupt: Callable[[BaseException], None] | None = None
-
-    def tell(self, event: Event) -> None:
-        if self.on_event is not None:
-            try:
-                self.on_event(event)
-            except Exception as exc:
-                self.interrupt(exc)
-
-    def interrupt(self, exc: BaseException) -> None:
-        """Ctrl-C inside an actor, or a broken `on_event`: for the tree's owner, after an orderly stop."""
-        if self.on_interrupt is None:
-            raise exc
-        self.on_interrupt(exc)
+REFRESH_TIMEOUT_S = 0.5
 
 
 class Slot:
@@ -55,12 +34,15 @@ class Slot:
         self.spec = spec
         self.path = path
         self.incarnation: Incarnation | None = None
-        self.generation = 0
         self.up = False
         self.ever_up = False
         self.gone = False
         self.error: Exception | None = None
         self._changed = anyio.Event()
+
+    @property
+    def generation(self) -> int:
+        return 0 if self.incarnation is None else self.incarnation.generation
 
     def notify(self) -> None:
         self._changed.set()
@@ -70,59 +52,49 @@ class Slot:
         await self._changed.wait()
 
 
-class Runner:
+class Runner(Incarnation):
     """An incarnation like any actor: `run` is the supervisor's life, `stop` asks for its end."""
+
+    kind = "supervisor"
 
     def __init__(
         self,
         spec: SupervisorSpec,
         path: str,
-        *,
-        hub: Hub,
+        generation: int,
         environment: Environment,
-        observer: Observer | None = None,
-        generation: int = 0,
+        observer: Observer | None,
+        opened_by: TaskActor | None = None,
     ) -> None:
-        self.path = path
-        self.generation = generation
-        self.pid: int | None = None
-        self.state = State.NEW
-        self.phase = ""
-        self.progress = Progress()
-        self.value: Any = None
-        self.started_at: float | None = None
-        self.exception: BaseException | None = None
-        self.stderr_tail: tuple[str, ...] = ()
-        self.hub = hub
-        self.environment = environment
+        super().__init__(path, generation, environment, observer)
+        self.opened_by = opened_by
         self.slots: dict[str, Slot] = {}
         self.started = anyio.Event()  # all up, or ended before
         self.ended = anyio.Event()
         self.finished: _core.Finished | None = None
+        self.reason: ExitReason = Lost("it was torn down")  # once it has ended
         self.core = Core(spec, environment.draw)
-        self._observer = observer
         self._tasks: TaskGroup | None = None
         self._timer_wake = anyio.Event()
         self._done = anyio.Event()
-        self._early_stop: tuple[float, str] | None = None
         self._start_failure: Exception | None = None
 
     # -- life ---
     async def run(self) -> ExitReason:
         try:
-            if self._early_stop is not None:
-                self.finished = _core.Finished("stop", self._early_stop[1])
+            if self._stopped_by is not None:
+                self.finished = _core.Finished("stop", self._stopped_by)
             else:
                 await self._live()
             assert self.finished is not None
-            reason = self._verdict(self.finished)
+            self.reason = self._verdict(self.finished)
         finally:  # also when it crashes, as when `on_event` raises: whoever waits must not wait for ever
             self.state = State.ENDED
             self.hub.runners.pop(self.path, None)
             self.started.set()
             self.ended.set()
-        self._report("supervisor_ended", self.path, reason=reason)
-        return reason
+        self.environment.tell(Event("supervisor_ended", self.path, reason=self.reason))
+        return self.reason
 
     async def _live(self) -> None:
         self.state = State.STARTING
@@ -130,6 +102,8 @@ class Runner:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 self.hub.runners[self.path] = self
+                for child in self.core.spec.children:
+                    self._new_slot(child)
                 tasks.start_soon(self._run_timers)
                 self._carry_out(self.core.begin(anyio.current_time()))
                 await self._done.wait()
@@ -156,14 +130,11 @@ class Runner:
 
     def stop(self, deadline: float, by: str) -> None:
         if self._tasks is None:
-            self._early_stop = (deadline, by)
+            self._stopped_by = by
             return
         if self.finished is None:
             self.state = State.STOPPING
             self._carry_out(self.core.stop(anyio.current_time(), deadline, by))
-
-    def mailbox_counts(self) -> tuple[int, int]:
-        return 0, 0
 
     async def _run_timers(self) -> None:
         while True:
@@ -178,8 +149,10 @@ class Runner:
         """One more child. Raises SpecError, or ActorClosed if the supervisor is stopping."""
         if self._tasks is None or self.core.ending is not None:
             raise ActorClosed(f"supervisor {self.path or 'root'!r} is stopping; it starts nothing more")
-        self._carry_out(self.core.add(spec, anyio.current_time()))
-        return self._slot(spec.name)
+        actions = self.core.add(spec, anyio.current_time())
+        slot = self._new_slot(spec)
+        self._carry_out(actions)
+        return slot
 
     async def stop_slot(self, slot: Slot, deadline: float, by: str) -> None:
         """Stop a child for good and wait until it is gone. Cancelled, the stop goes on."""
@@ -205,24 +178,22 @@ class Runner:
                 case _core.Start(name):
                     self._start(name)
                 case _core.Stop(name, deadline, by):
-                    slot = self.slots[name]
-                    assert slot.incarnation is not None
-                    self._report("stopping", slot.path, slot)
-                    slot.incarnation.stop(deadline, by)
+                    actor = self.slots[name].incarnation
+                    assert actor is not None
+                    self.environment.tell(actor.event("stopping"))
+                    actor.stop(deadline, by)
                 case _core.Decided():
                     self._decided(action)
                 case _core.Removed(name):
-                    if name in self.slots:
-                        slot = self.slots.pop(name)
-                        slot.gone = True
-                        slot.notify()
-                        self.hub.forget(slot.path)
+                    slot = self.slots.pop(name)
+                    slot.gone = True
+                    slot.notify()
+                    self.hub.forget(slot.path)
                 case _core.AllStarted():
                     self.started_at = anyio.current_time()
                     self.state = State.RUNNING
                     self.started.set()
-                    if self._observer is not None:
-                        self._observer.has_started(self)
+                    self._tell("started")
                 case _core.Finished():
                     self.finished = action
                     for slot in self.slots.values():
@@ -237,45 +208,23 @@ class Runner:
     def _child_path(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
 
-    def _slot(self, name: str) -> Slot:
-        slot = self.slots.get(name)
-        if slot is None:
-            spec = self.core.children[name].spec if name in self.core.children else None
-            assert spec is not None
-            slot = self.slots[name] = Slot(spec, self._child_path(name))
+    def _new_slot(self, spec: Spec) -> Slot:
+        slot = self.slots[spec.name] = Slot(spec, self._child_path(spec.name))
         return slot
 
     def _start(self, name: str) -> None:
-        slot = self._slot(name)
-        slot.generation = self.hub.next_generation(slot.path)
-        slot.incarnation = self._make(slot)
-        self._report("starting", slot.path, slot)
+        slot = self.slots[name]
+        slot.incarnation = self._make(slot, self.hub.next_generation(slot.path))
+        self.environment.tell(slot.incarnation.event("starting"))
         assert self._tasks is not None
         self._tasks.start_soon(self._run_child, slot, slot.incarnation, name=slot.path)
 
-    def _make(self, slot: Slot) -> Incarnation:
+    def _make(self, slot: Slot, generation: int) -> Incarnation:
         spec = slot.spec
         if isinstance(spec, SupervisorSpec):
-            return Runner(
-                spec, slot.path, hub=self.hub, environment=self.environment, observer=self, generation=slot.generation
-            )
-        if spec.where == "process":
-            launcher = self.environment.launcher
-            return ProcessActor(spec, slot.path, slot.generation, hub=self.hub, observer=self, launcher=launcher)
-        return TaskActor(
-            slot.path,
-            slot.generation,
-            spec.target if callable(spec.target) else import_later(spec.target),
-            tuple(spec.args),
-            hub=self.hub,
-            observer=self,
-            environment=self.environment,
-            start_timeout=spec.start_timeout,
-            start_timeout_max=spec.start_timeout_max,
-            drain=spec.drain,
-            mailbox=spec.mailbox,
-            overflow=spec.overflow,
-        )
+            return Runner(spec, slot.path, generation, self.environment, self)
+        kind = ProcessActor if spec.where == "process" else TaskActor
+        return kind(spec, slot.path, generation, self)
 
     async def _run_child(self, slot: Slot, incarnation: Incarnation) -> None:
         reason = await incarnation.run()
@@ -288,62 +237,57 @@ class Runner:
         self._carry_out(self.core.child_exited(slot.spec.name, reason, anyio.current_time()))
         slot.notify()
 
-    def _decided(self, action: _core.Decided) -> None:
-        slot = self._slot(action.name)
-        self._report(
-            "exited",
-            slot.path,
-            slot,
-            reason=action.reason,
-            next=action.next,
-            delay_s=action.delay_s,
-            count=action.count,
-            intensity=self.core.spec.intensity,
-            text="\n".join(slot.incarnation.stderr_tail) if slot.incarnation and is_abnormal(action.reason) else "",
+    def _decided(self, decided: _core.Decided) -> None:
+        actor = self.slots[decided.name].incarnation
+        assert actor is not None
+        self.environment.tell(
+            actor.event(
+                "exited",
+                reason=decided.reason,
+                next=decided.next,
+                delay_s=decided.delay_s,
+                count=decided.count,
+                intensity=self.core.spec.intensity,
+                uptime_s=None if actor.started_at is None else anyio.current_time() - actor.started_at,
+                text="\n".join(actor.stderr_tail) if is_abnormal(decided.reason) else "",
+            )
         )
 
     # -- the children's words ---
-    def in_order(self) -> list[Slot]:
-        """All children, in their order."""
-        return [self._slot(name) for name in self.core.children]
-
-    def _slot_of(self, actor: Incarnation) -> Slot:
-        return self.slots[actor.path.rpartition("/")[2]]
-
-    def progressed(self, actor: Incarnation) -> None:
-        slot = self._slot_of(actor)
-        self._report("progress", actor.path, slot, progress=actor.progress)
-        self.hub.changed()
-
-    def has_started(self, actor: Incarnation) -> None:
-        slot = self._slot_of(actor)
-        slot.up = slot.ever_up = True
-        self.hub.publish(News(actor.path, actor.generation, Parcel(actor.value)))
-        self._report("started", actor.path, slot)
-        self._carry_out(self.core.child_started(slot.spec.name, anyio.current_time()))
-        slot.notify()
+    def observe(self, actor: Incarnation, event: Event) -> None:
+        slot = self.slots[actor.path.rpartition("/")[2]]
+        started = event.kind == "started"
+        if started:
+            slot.up = slot.ever_up = True
+            self.hub.publish(News(actor.path, actor.generation, Parcel(actor.value)))
+        self.environment.tell(event)
+        if started:
+            self._carry_out(self.core.child_started(slot.spec.name, anyio.current_time()))
+            slot.notify()
+        else:
+            self.hub.changed()
 
     def beat(self, actor: Incarnation) -> None:
         self.hub.changed()
 
-    def failed_start(self, actor: Incarnation, reason: ExitReason) -> None:
-        self._report("failed_start", actor.path, self._slot_of(actor), reason=reason)
+    # -- looking ---
+    def inner(self) -> tuple[Snapshot, ...]:
+        return tuple(self._child_snapshot(self.slots[name], child) for name, child in self.core.children.items())
 
-    def reported(self, event: Event) -> None:
-        self.environment.tell(event)
-
-    def stuck(self, actor: Incarnation, text: str) -> None:
-        self._report("stuck", actor.path, self._slot_of(actor), text=text)
-
-    def _report(self, kind: Any, path: str, slot: Slot | None = None, **facts: Any) -> None:
-        if self.environment.on_event is not None:
-            inc = None if slot is None else slot.incarnation
-            if inc is not None:
-                facts.setdefault("generation", inc.generation)
-                facts.setdefault("pid", inc.pid)
-                if kind == "exited" and inc.started_at is not None:
-                    facts["uptime_s"] = anyio.current_time() - inc.started_at
-            self.environment.tell(Event(kind, path, **facts))
+    def _child_snapshot(self, slot: Slot, child: _core.Child) -> Snapshot:
+        last_exit = None if child.last_exit is None else str(child.last_exit)
+        actor = slot.incarnation
+        if actor is not None and child.status != "down":
+            return replace(actor.snapshot(), restarts=child.restarts, last_exit=last_exit)
+        state = State.BACKOFF if child.want and self.core.ending is None else State.ENDED
+        return Snapshot(
+            path=slot.path,
+            kind="supervisor" if isinstance(slot.spec, SupervisorSpec) else slot.spec.where,
+            state=State.NEW if actor is None else state,
+            generation=slot.generation,
+            restarts=child.restarts,
+            last_exit=last_exit,
+        )
 
 
 def start_error(incarnation: Incarnation, reason: ExitReason) -> Exception:
@@ -353,3 +297,30 @@ def start_error(incarnation: Incarnation, reason: ExitReason) -> Exception:
     error = ActorStartError(incarnation.path, reason, incarnation.phase, incarnation.progress, incarnation.stderr_tail)
     error.__cause__ = incarnation.exception
     return error
+
+
+async def refresh(hub: Hub) -> None:
+    """Ask every process right below this one for its state now; who doesn't answer is shown as last heard."""
+
+    async def ask(actor: ProcessActor) -> None:
+        with contextlib.suppress(ActorError):
+            actor.take_tree(await call(hub, actor.path, SNAPSHOT, None, REFRESH_TIMEOUT_S))
+
+    async with anyio.create_task_group() as tasks:
+        for runner in hub.runners.values():
+            for slot in runner.slots.values():
+                if isinstance(slot.incarnation, ProcessActor) and slot.up:
+                    tasks.start_soon(ask, slot.incarnation)
+
+
+def serve_snapshots(hub: Hub, tasks: TaskGroup, snapshot: Callable[[], Snapshot]) -> None:
+    """Answer whoever asks for the state of this process."""
+
+    async def answer(message: Message) -> None:
+        await refresh(hub)
+        message.finish(Parcel(snapshot()))
+
+    def start(message: Message) -> None:
+        tasks.start_soon(answer, message)
+
+    hub.on_snapshot = start

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import msgspec
 
 from ._exit import Progress
-
-if TYPE_CHECKING:
-    from ._hub import Hub
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -41,12 +36,6 @@ def aged(snapshot: Snapshot, age_s: float) -> Snapshot:
     uptime = None if snapshot.uptime_s is None else snapshot.uptime_s + age_s
     children = tuple(aged(child, age_s) for child in snapshot.children)
     return msgspec.structs.replace(snapshot, uptime_s=uptime, children=children)
-
-
-async def ask_snapshot(hub: Hub, path: str) -> Snapshot:
-    """The snapshot of the tree in the process that holds `path` ("" is the root), asked for now."""
-    data: Any = await hub.call(path or "/", "$snapshot", None, 5.0, caller=hub.base)
-    return msgspec.convert(data, Snapshot) if isinstance(data, dict) else data
 
 
 def format_tree(snapshot: Snapshot) -> str:

@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 
 from ._errors import SpecError
 from ._exit import ExitReason
-from ._wire import dump
+from ._wire import Overflow, dump
 
 _COROUTINE = 0x80  # inspect.CO_COROUTINE; that module takes its time to import
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
@@ -23,7 +23,6 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|file:.+\.py:[A-Za-z_]\w*")
 Restart: TypeAlias = Literal["permanent", "transient", "temporary"]
 Strategy: TypeAlias = Literal["one_for_one", "one_for_all", "rest_for_one"]
 AutoShutdown: TypeAlias = Literal["never", "any_significant", "all_significant"]
-Overflow: TypeAlias = Literal["wait", "fail", "drop-oldest"]
 GiveUpOn: TypeAlias = Callable[[ExitReason], bool]
 
 

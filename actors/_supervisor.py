@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
+from anyio.abc import TaskGroup
 
 from ._context import Watch
 from ._errors import ActorClosed, ActorError
-from ._events import OnEvent
-from ._exit import ExitReason, Returned, Stopped
-from ._hub import Hub, PendingCall
+from ._exit import ExitReason
+from ._hub import Hub
+from ._incarnation import Environment
 from ._launcher import Launcher, LocalLauncher
-from ._ref import Ref
-from ._runner import Environment, Runner, Slot
+from ._notices import OnEvent
+from ._ref import Ref, ref_to
+from ._runner import Runner, refresh, serve_snapshots
 from ._snapshot import Snapshot
 from ._spec import AutoShutdown, Spec, Strategy, SupervisorSpec
-from ._views import refresh, supervisor_snapshot
-from ._wire import Parcel
 
 if TYPE_CHECKING:
     from ._task import TaskActor
-
-_FOREVER = math.inf
 
 
 class Supervisor:
     """A running supervisor, as its owner sees it. Got from `open_supervisor`; to be used on that event loop only."""
 
-    def __init__(self, runner: Runner, owner_deadline: Callable[[], float] = lambda: _FOREVER) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._owner_deadline = owner_deadline
         self._hub = runner.hub
+        self._tasks: TaskGroup
         self._body = anyio.CancelScope()
         self._waiters = 0
         self._delivered = False
@@ -59,22 +57,15 @@ class Supervisor:
                 await slot.wait_change()
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._runner.stop_slot(slot, _FOREVER, "its starter, which was cancelled")
+                await self._runner.stop_slot(slot, math.inf, "its starter, which was cancelled")
             raise
-        return self._ref_to(slot)
+        return ref_to(slot, self._hub)
 
     def ref(self, path: str) -> Ref:
         """A ref to the present incarnation at an absolute path; to the path, if another process supervises it."""
-        runner: Runner | None = self._hub.runners.get(path.rpartition("/")[0])
+        runner = self._hub.runners.get(path.rpartition("/")[0])
         slot = None if runner is None else runner.slots.get(path.rpartition("/")[2])
-        if slot is None or slot.incarnation is None:
-            return Ref(self._hub, path, 0, None, None)
-        return self._ref_to(slot)
-
-    def _ref_to(self, slot: Slot) -> Ref:
-        inc = slot.incarnation
-        assert inc is not None
-        return Ref(self._hub, slot.path, slot.generation, inc.value, inc.pid)
+        return Ref(self._hub, path, 0, None, None) if slot is None else ref_to(slot, self._hub)
 
     # -- waiting ---
     async def wait_started(self) -> None:
@@ -90,9 +81,7 @@ class Supervisor:
         Cancellation has no effect on the supervisor.
         """
         await self._wait_for(self._runner.ended)
-        finished = self._runner.finished
-        assert finished is not None
-        return Returned() if finished.cause == "auto_shutdown" else Stopped(finished.by)
+        return self._runner.reason
 
     async def _wait_for(self, event: anyio.Event) -> None:
         self._waiters += 1
@@ -111,17 +100,17 @@ class Supervisor:
 
         Cancelled, the stop goes on without this wait.
         """
-        self.request_stop(_FOREVER if timeout is None else anyio.current_time() + timeout, by)
+        self.request_stop(math.inf if timeout is None else anyio.current_time() + timeout, by)
         await self._runner.ended.wait()
 
-    def request_stop(self, deadline: float = _FOREVER, by: str = "its owner") -> None:
+    def request_stop(self, deadline: float = math.inf, by: str = "its owner") -> None:
         """The same without waiting; `deadline` is on the anyio.current_time clock."""
         self._runner.stop(deadline, by)
 
     # -- looking ---
     def snapshot(self) -> Snapshot:
         """The state of all below, now; of what is inside process actors, as they last told it."""
-        return supervisor_snapshot(self._runner)
+        return self._runner.snapshot()
 
     async def refresh(self) -> Snapshot:
         """The same, after having asked every process for its state now."""
@@ -137,11 +126,10 @@ class Supervisor:
         """Stop all, end the block, and raise `exc` from it."""
         if self._interrupt is None:
             self._interrupt = exc
-            assert self._hub.tasks is not None
-            self._hub.tasks.start_soon(self._end_interrupted)  # not here, in the midst of an event
+            self._tasks.start_soon(self._end_interrupted)  # not here, in the midst of an event
 
     async def _end_interrupted(self) -> None:
-        self.request_stop(_FOREVER, type(self._interrupt).__name__)
+        self.request_stop(math.inf, type(self._interrupt).__name__)
         self._body.cancel(type(self._interrupt).__name__)
 
     async def _host(self) -> None:
@@ -153,8 +141,9 @@ class Supervisor:
     async def _opened(self, wait_started: bool) -> AsyncIterator[Supervisor]:
         error: BaseException | None = None
         async with anyio.create_task_group() as tasks:
-            if not self.path:
-                self._hub.tasks = tasks
+            self._tasks = tasks
+            if self._runner.opened_by is None:
+                serve_snapshots(self._hub, tasks, self.snapshot)
             tasks.start_soon(self._host)
             try:
                 with self._body:
@@ -165,11 +154,13 @@ class Supervisor:
                 error = exc  # raised below, without the task group's wrapping
             finally:
                 remaining = anyio.current_effective_deadline()
-                deadline = _FOREVER if math.isinf(remaining) else remaining
-                self.request_stop(min(deadline, self._owner_deadline()), "its owner, which left the block")
+                deadline = math.inf if math.isinf(remaining) else remaining
+                if self._runner.opened_by is not None:
+                    deadline = min(deadline, self._runner.opened_by.stop_deadline)
+                self.request_stop(deadline, "its owner, which left the block")
                 with anyio.CancelScope(shield=True):
                     await self._runner.ended.wait()
-                if not self.path:
+                if self._runner.opened_by is None:
                     tasks.cancel_scope.cancel()
         if self._interrupt is not None:
             raise self._interrupt
@@ -211,16 +202,9 @@ def open_supervisor(
     def interrupt(exc: BaseException) -> None:
         supervisor.interrupt(exc)
 
-    environment = Environment(launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
-    hub = Hub()
-    runner = Runner(spec, "", hub=hub, environment=environment)
-    supervisor = Supervisor(runner)
-
-    async def answer(call: PendingCall) -> None:
-        await refresh(hub)
-        call.finish(Parcel(supervisor_snapshot(runner)))
-
-    hub.system["$snapshot"] = answer
+    hub = Hub("", anyio.current_time)
+    environment = Environment(hub, launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
+    supervisor = Supervisor(Runner(spec, "", 0, environment, None))
     return supervisor._opened(wait_started)
 
 
@@ -232,15 +216,12 @@ async def open_nested(
     options = dict(options)
     wait_started = options.pop("wait_started", True)
     spec = SupervisorSpec(path.rpartition("/")[2], children, **options)
-    hub = actor.hub
-    runner = Runner(spec, path, hub=hub, environment=actor.environment)
-    siblings = hub.supervisors.setdefault(actor.path, [])
-    if any(other.path == path for other in siblings):
+    if path in actor.hub.runners:
         raise ActorError(f"actor {actor.path!r} has an open supervisor at {path!r} already")
-    siblings.append(runner)
+    runner = actor.hub.runners[path] = Runner(spec, path, 0, actor.environment, None, opened_by=actor)
     try:
-        async with Supervisor(runner, actor.stop_deadline)._opened(wait_started) as supervisor:
+        async with Supervisor(runner)._opened(wait_started) as supervisor:
             yield supervisor
     finally:
-        siblings.remove(runner)
-        hub.changed()
+        actor.hub.runners.pop(path, None)
+        actor.hub.changed()

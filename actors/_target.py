@@ -21,12 +21,3 @@ def import_target(target: str) -> Any:
     sys.modules[MAIN_SCRIPT] = module  # not "__main__": the script's main block must not run again
     spec.loader.exec_module(module)
     return getattr(module, name)
-
-
-def import_later(target: str) -> Any:
-    """A task actor's target given as text: imported in its own task, when it starts."""
-
-    async def run(ctx: Any, *args: Any) -> Any:
-        return await import_target(target)(ctx, *args)
-
-    return run

@@ -10,18 +10,20 @@ import importlib
 import struct
 import sys
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from ._events import Event
-from ._exit import ExitReason, Progress, Raised, RemoteErrorData, Returned
+from ._exit import ExitReason, Progress, RemoteErrorData, Returned
+from ._notices import Event
 from ._snapshot import Snapshot
 
 MAIN_SCRIPT = "__actors_main__"
 WINDOW = 512  # casts per path that may be on their way over one link
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
+
+Overflow: TypeAlias = Literal["wait", "fail", "drop-oldest"]
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -55,22 +57,15 @@ class Bye(Frame, frozen=True, tag="bye"):
 
 
 class Tree(Frame, frozen=True, tag="tree"):
-    """The snapshot (encoded) of what is supervised inside the child."""
+    """The child and what is supervised inside it."""
 
-    snapshot: bytes
+    snapshot: Snapshot
 
 
 class Reported(Frame, frozen=True, tag="event"):
-    """What a supervisor inside the child reports."""
+    """What a supervisor inside the child reports. From these, too, the parent knows which generations there were."""
 
     event: Event
-
-
-class Generation(Frame, frozen=True, tag="generation"):
-    """A path below the child got this generation; the parent remembers it for the child's next incarnation."""
-
-    path: str
-    generation: int
 
 
 # -- life of a process actor, parent to child ---
@@ -81,7 +76,7 @@ class Launch(Frame, frozen=True, tag="launch"):
     args: list[bytes]
     backend: str
     mailbox: int
-    overflow: str
+    overflow: Overflow
     drain: bool
     grace_s: float
     generations: dict[str, int]
@@ -105,7 +100,7 @@ class Call(Frame, frozen=True, tag="call"):
 
 
 class CallError(msgspec.Struct, frozen=True, array_like=True):
-    """Why a call has no result: kind is "died", "nosuch", "raised", "full", "cancelled" or "timeout"."""
+    """Why a message has no result: kind is "died", "nosuch", "raised", "full" or "cancelled"."""
 
     kind: str
     path: str
@@ -140,10 +135,7 @@ class Taken(Frame, frozen=True, tag="taken"):
 
 class Watch(Frame, frozen=True, tag="watch"):
     path: str
-
-
-class Unwatch(Frame, frozen=True, tag="unwatch"):
-    path: str
+    on: bool
 
 
 class Told(Frame, frozen=True, tag="told"):
@@ -156,8 +148,8 @@ class Told(Frame, frozen=True, tag="told"):
 
 
 AnyFrame: TypeAlias = (
-    Boot | Phase | Started | Beat | Bye | Tree | Reported | Generation | Launch | Stop
-    | Call | Reply | Cancel | Cast | Taken | Watch | Unwatch | Told
+    Boot | Phase | Started | Beat | Bye | Tree | Reported | Launch | Stop
+    | Call | Reply | Cancel | Cast | Taken | Watch | Told
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -173,6 +165,13 @@ def encode_frame(frame: Frame) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
+
+
+def decode_frame(body: bytes | memoryview) -> AnyFrame:
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"no frame: {exc}") from None
 
 
 class FrameReader:
@@ -195,10 +194,7 @@ class FrameReader:
                     raise ProtocolError(f"a frame of {size} bytes is announced; the limit is {MAX_FRAME_BYTES}")
                 if end - at - 4 < size:
                     break
-                try:
-                    frames.append(_decoder.decode(view[at + 4 : at + 4 + size]))
-                except msgspec.MsgspecError as exc:
-                    raise ProtocolError(f"no frame: {exc}") from None
+                frames.append(decode_frame(view[at + 4 : at + 4 + size]))
                 at += 4 + size
         finally:
             view.release()
@@ -233,10 +229,7 @@ def _is_typed(kind: Any) -> bool:
 @lru_cache(1024)
 def _resolve(name: str) -> type | None:
     module, _, qualname = name.partition(":")
-    if module in (
-        "__main__",
-        MAIN_SCRIPT,
-    ):  # the script is the parent's main module, and an imported one in its children
+    if module in ("__main__", MAIN_SCRIPT):  # the parent's main module is an imported one in its children
         module = MAIN_SCRIPT if MAIN_SCRIPT in sys.modules else "__main__"
     try:
         found: Any = importlib.import_module(module)
@@ -247,29 +240,14 @@ def _resolve(name: str) -> type | None:
     return found if isinstance(found, type) and _is_typed(found) else None
 
 
-def encode_snapshots(snapshots: tuple[Snapshot, ...]) -> bytes:
-    return _encoder.encode(snapshots)
-
-
-def decode_snapshot(data: bytes) -> tuple[Snapshot, ...]:
-    return msgspec.msgpack.decode(data, type=tuple[Snapshot, ...])
-
-
 def portable(reason: ExitReason) -> ExitReason:
     """`reason` so that it can be encoded: a value that can't be is replaced by its repr."""
-    match reason:
-        case Returned(value):
-            try:
-                _encoder.encode(value)
-            except Exception:
-                return Returned(repr(value)[:1000])
-        case Raised(_) | _:
-            pass
+    if isinstance(reason, Returned):
+        try:
+            _encoder.encode(reason.value)
+        except Exception:
+            return Returned(repr(reason.value)[:1000])
     return reason
-
-
-def portable_event(event: Event) -> Event:
-    return event if event.reason is None else msgspec.structs.replace(event, reason=portable(event.reason))
 
 
 class Parcel:

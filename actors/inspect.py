@@ -10,6 +10,7 @@ Opt in with a child that answers on an abstract Unix socket, to the same user an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -17,8 +18,10 @@ import sys
 
 import anyio
 import msgspec
+from anyio.abc import SocketAttribute, SocketStream
 
 from ._context import Context
+from ._door import STACKS
 from ._errors import ActorError
 from ._snapshot import format_tree
 
@@ -28,53 +31,34 @@ _TIMEOUT_S = 10.0
 async def inspector(ctx: Context, name: str = "") -> None:
     """A task actor (or an async process actor) that answers inspections; its value is the socket's name."""
     name = name or f"actors-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("\0" + name)
-        listener.listen(8)
-        listener.setblocking(False)
+
+    async def serve(client: SocketStream) -> None:
+        async with client:
+            with anyio.move_on_after(_TIMEOUT_S), contextlib.suppress(anyio.BrokenResourceError, anyio.EndOfStream):
+                peer = client.extra(SocketAttribute.raw_socket)
+                _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if uid in (0, os.geteuid()):
+                    words = (await client.receive()).decode(errors="replace").split()
+                    await client.send((await _answer(ctx, words)).encode())
+
+    async with await anyio.create_unix_listener("\0" + name) as listener:
         ctx.started(name)
-        async with anyio.create_task_group() as tasks:
-            while True:
-                await anyio.wait_readable(listener)
-                try:
-                    client, _ = listener.accept()
-                except OSError:
-                    continue
-                tasks.start_soon(_serve, ctx, client)
-
-
-async def _serve(ctx: Context, client: socket.socket) -> None:
-    with client, anyio.move_on_after(_TIMEOUT_S):
-        client.setblocking(False)
-        _, uid, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid not in (0, os.geteuid()):
-            return
-        try:
-            await anyio.wait_readable(client)
-            answer = await _answer(ctx, client.recv(4096).decode().split())
-        except (ActorError, ValueError) as exc:
-            answer = f"error: {exc}"
-        except OSError:
-            return
-        data = answer.encode()
-        while data:
-            await anyio.wait_writable(client)
-            try:
-                data = data[client.send(data) :]
-            except OSError:
-                return
+        await listener.serve(serve)
 
 
 async def _answer(ctx: Context, words: list[str]) -> str:
-    match words:
-        case ["tree"]:
-            return format_tree(await ctx.snapshot())
-        case ["json"]:
-            return msgspec.json.encode(await ctx.snapshot()).decode()
-        case ["stacks", path]:
-            return str(await ctx.call(path, "$stacks", None, 2.0))
-        case _:
-            raise ValueError("known are: tree, json, stacks PATH")
+    try:
+        match words:
+            case ["tree"]:
+                return format_tree(await ctx.snapshot())
+            case ["json"]:
+                return msgspec.json.encode(await ctx.snapshot()).decode()
+            case ["stacks", path]:
+                return str(await ctx.call(path, STACKS, None, 2.0))
+            case _:
+                return "error: known are: tree, json, stacks PATH"
+    except ActorError as exc:
+        return f"error: {exc}"
 
 
 def ask(name: str, *words: str) -> str:

@@ -12,7 +12,7 @@ import anyio.lowlevel
 
 import actors
 from actors import Backoff, CallInfo, ChildSpec, Context, Down, Event, SupervisorSpec, Up
-from actors.testing import FakeLauncher, open_fake_launcher
+from tests.actors.fakes import FakeLauncher, open_fake_launcher
 
 STEP_S = 0.002
 LIVE: Counter[str] = Counter()  # targets that run at the moment, by path

@@ -10,7 +10,7 @@ from functools import partial
 import anyio
 import pytest
 
-from actors.testing import no_leaks
+from tests.actors.leaks import no_leaks
 
 BACKENDS = {
     "trio": ("trio", {}),

@@ -13,8 +13,8 @@ import pytest
 
 import actors
 from actors import ActorDied, ActorStartError, CallTimeout, Down, Progress, RemoteError, Supervisor, Up
-from actors.testing import open_fake_launcher
 from tests.actors import targets
+from tests.actors.fakes import open_fake_launcher
 from tests.actors.helpers import NOW, process, until
 
 Kill = Callable[[Supervisor, str], None]

@@ -216,7 +216,11 @@ async def test_stacks_on_demand() -> None:
         spins = await sup.start(process("spins", targets.spins, True, stop_timeout=0.1))
         assert "stuck_in_this_function" in await spins.stacks()
         thread = await sup.start(process("t", targets.thread_spins, True, backend="main-thread", stop_timeout=0.1))
-        assert "stuck_in_this_function" in await thread.stacks()
+
+        async def is_there() -> bool:
+            return "stuck_in_this_function" in await thread.stacks()
+
+        await until(is_there)
         task = await sup.start(ChildSpec("task", targets.server))
         assert "sleep_forever" in await task.stacks()
 

@@ -1,26 +1,20 @@
-"""For tests of programs that use actors: process actors without processes, and a check for leaks."""
+"""Process actors without processes: a launcher that passes the same contract tests as the real one."""
 
 from __future__ import annotations
 
-import os
-import re
 import socket
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from ._child_async import ProcessMain
-from ._child_common import convert_args, exit_code, reason_of
-from ._exit import Progress
-from ._launcher import ExitStatus
-from ._spec import ChildSpec
-from ._target import import_target
-from ._wire import Boot, Bye, FrameReader, Launch, Phase, encode_frame, load
+from actors import ChildSpec, Exited, ExitReason, Progress, Signalled
+from actors._child_async import ProcessMain
+from actors._child_common import exit_code, resolve
+from actors._exit import verdict_on
+from actors._wire import Boot, Bye, Launch, Phase, decode_frame, encode_frame
 
 SIGKILL = 9
 
@@ -52,11 +46,11 @@ class FakeLauncher:
 
     def kill(self, path: str, number: int = SIGKILL) -> None:
         """End the process at `path` as a signal would."""
-        self.processes[path].end(ExitStatus(signal=number))
+        self.processes[path].end(Signalled(number))
 
     def exit(self, path: str, code: int) -> None:
         """End the process at `path` as os._exit would."""
-        self.processes[path].end(ExitStatus(code=code))
+        self.processes[path].end(Exited(code))
 
 
 class FakeProcess:
@@ -68,60 +62,60 @@ class FakeProcess:
         self.control, self._theirs = socket.socketpair()
         self._launcher = launcher
         self._scope = anyio.CancelScope()
-        self._status: ExitStatus | None = None
+        self._status: ExitReason | None = None
         self._dead = anyio.Event()
 
     async def live(self) -> None:
         try:
             with self._scope:
-                self.end(ExitStatus(code=await self._main()))
+                self.end(Exited(await self._main()))
         except (OSError, EOFError, anyio.ClosedResourceError):
             if self._status is None:
-                self.end(ExitStatus(code=0))  # its parent is gone
+                self.end(Exited(0))  # its parent is gone
         finally:
-            self.end(ExitStatus(signal=SIGKILL))  # if it has no other status yet
+            self.end(Signalled(SIGKILL))  # if it has no other status yet
             self._dead.set()
 
     async def _main(self) -> int:
         sock = self._theirs
         sock.setblocking(False)
         sock.send(encode_frame(Boot(self.pid, 1)))
-        reader = FrameReader()
-        while True:
-            await anyio.wait_readable(sock)
-            data = sock.recv(1 << 18)
-            if not data:
-                raise EOFError
-            if frames := reader.feed(data):
-                break
-        launch = frames[0]
+        launch = decode_frame(await self._receive(int.from_bytes(await self._receive(4), "big")))
         assert isinstance(launch, Launch)
         sock.send(encode_frame(Phase(Progress("import", text=launch.target))))
         try:
-            target = import_target(launch.target)
-            args = convert_args(target, [load(arg) for arg in launch.args])
+            target, args = resolve(launch)
         except Exception as exc:
-            reason = reason_of(exc)
+            reason = verdict_on(exc, None, started=True)
             sock.send(encode_frame(Bye(reason)))
             return exit_code(reason)
         sock.send(encode_frame(Phase(Progress("start"))))
-        reason = await ProcessMain(sock, launch, target, args, self._launcher).run(reader, frames[1:])
-        return exit_code(reason)
+        return exit_code(await ProcessMain(sock, launch, target, args, self._launcher).run())
 
-    def end(self, status: ExitStatus) -> None:
+    async def _receive(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            await anyio.wait_readable(self._theirs)
+            more = self._theirs.recv(size - len(data))
+            if not more:
+                raise EOFError
+            data += more
+        return data
+
+    def end(self, status: ExitReason) -> None:
         if self._status is None:
             self._status = status
             anyio.notify_closing(self._theirs)
             self._theirs.close()  # the dead say nothing more
             self._scope.cancel("killed")
 
-    async def wait(self) -> ExitStatus:
+    async def wait(self) -> ExitReason:
         await self._dead.wait()
         assert self._status is not None
         return self._status
 
     def kill(self) -> None:
-        self.end(ExitStatus(signal=SIGKILL))
+        self.end(Signalled(SIGKILL))
 
     def reap(self) -> None:
         pass
@@ -149,44 +143,3 @@ async def open_fake_launcher() -> AsyncIterator[FakeLauncher]:
         tasks.cancel_scope.cancel()
     if error is not None:
         raise error
-
-
-def child_processes() -> set[int]:
-    """The children of this process, zombies included."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            found.update(int(pid) for pid in (task / "children").read_text().split())
-        except OSError:
-            continue
-    return found
-
-
-def open_fds() -> dict[int, str]:
-    """What every fd of this process is."""
-    fds: dict[int, str] = {}
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            fds[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:
-            continue
-    return fds
-
-
-@contextmanager
-def no_leaks(ignore_threads: str = "trio|AnyIO|asyncio") -> Iterator[None]:
-    """Raise AssertionError if the block leaves a child process, a thread or an fd behind.
-
-    To be used around whole event loops; idle pool threads of the loops (by their names) are no leak.
-    """
-    children, threads, fds = child_processes(), set(threading.enumerate()), open_fds()
-    yield
-    new_threads = set(threading.enumerate()) - threads
-    left = {thread for thread in new_threads if not re.search(ignore_threads, thread.name, re.I)}
-    assert not left, f"threads left: {left}"
-    assert not (more := child_processes() - children), f"processes left: {more}"
-    new_fds = {fd: what for fd, what in open_fds().items() if fds.get(fd) != what}
-    assert not new_fds, f"fds left: {new_fds}"
-
-
-__all__ = ["FakeLauncher", "FakeProcess", "child_processes", "no_leaks", "open_fake_launcher", "open_fds"]
