@@ -8,6 +8,7 @@ A real server on this machine and clients on sockets, as in tests/serve. Prints 
 import argparse
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -212,19 +213,30 @@ def leftovers() -> set[str]:
 
 
 def hang_ups(options: argparse.Namespace) -> None:
-    """A client hangs up: until nothing is held for it, as /metrics tells (polled: a few ms are its own)."""
+    """A client hangs up while others' streams run: until the scheduler holds no slot and no page for it.
+
+    Both ends are read from one clock: ours when we close the socket, the scheduler's own when it has let go. So it does
+    not matter when we get to hear of it.
+    """
     taken: list[float] = []
     with serving(options) as server:
         server.wait_ready()
-        for _ in range(10 * options.runs):
-            stream = server.stream(STORY, max_tokens=2000, ignore_eos=True)
+        body = {"max_tokens": 4000, "ignore_eos": True}
+        others = [server.stream(STORY, **body) for _ in range(options.streams)]
+        for hung_up in range(40 * options.runs):
+            others = [server.stream(STORY, **body) if other._ended else other for other in others]
+            stream = server.stream(STORY, **body)
             stream.wait_events(4)
+            time.sleep(random.uniform(0, 0.05))  # wherever a step is then; a token's coming is where one begins
             began = now()
             stream.hang_up()
-            server.wait_metric("runtime_kv_pages", 0, state="used")
-            server.wait_metric("runtime_requests_open", 0)
-            taken.append(now() - began)
-    say("client hangs up", f"freed {words(taken)}")
+            server.wait_metric("runtime_aborted_requests_total", hung_up + 1)
+            taken.append(server.metric("runtime_last_abort") - began)
+        steps = server.metric("runtime_steps_total")
+        began = now()
+        time.sleep(2)
+        step_s = (now() - began) / (server.metric("runtime_steps_total") - steps)
+    say(f"client hangs up, {options.streams} stay", f"freed {words(taken)}", f"a step takes {step_s:.3f}")
 
 
 def idle_connections(options: argparse.Namespace) -> None:

@@ -43,6 +43,7 @@ FIGURES: dict[str, Figure] = {
     "retractions": Figure("counter", "Requests put back for want of KV pages"),
     "evicted_pages": Figure("counter", "Cached pages evicted"),
     "aborted_requests": Figure("counter", "Requests aborted before their end"),
+    "aborted_at": Figure("gauge", "CLOCK_MONOTONIC in seconds when a request was last aborted", metric="last_abort"),
     "phase_schedule_s": _phase("schedule"),
     "phase_launch_s": _phase("launch"),
     "phase_collect_s": _phase("collect"),

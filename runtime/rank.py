@@ -43,6 +43,7 @@ class Rank:
         self._via = 0  # generation of the detokenizer that ``_outbox`` leads to
         self._early: list[Submit] = []  # those that count on a detokenizer we have not heard of yet
         self._origins: dict[str, str] = {}  # frontend's path -> its origin
+        self._aborted_at = 0.0
         self._reported_at = 0.0
         self._reported: dict[str, float] = {}
         self._phases_s: dict[str, float] = {}
@@ -125,6 +126,7 @@ class Rank:
         elif isinstance(message, Abort):
             self._early = [m for m in self._early if (m.origin, m.id) != (message.origin, message.id)]
             self.core.abort(message.origin, message.id, message.attempt)
+            self._aborted_at = time.monotonic()
         elif isinstance(message, Flush):
             self.core.flush()
 
@@ -182,7 +184,7 @@ class Rank:
         now = time.monotonic()
         if not soon and now - self._reported_at < REPORT_PERIOD_S:
             return
-        figures = {**self.core.stats(), "garbage_frames": self.mailbox.garbage}
+        figures = {**self.core.stats(), "aborted_at": self._aborted_at, "garbage_frames": self.mailbox.garbage}
         if figures != self._reported:
             self._reported_at, self._reported = now, figures
             self.ctx.cast_nowait(METRICS, Report(self.ctx.path, figures))
