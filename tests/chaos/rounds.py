@@ -154,7 +154,7 @@ def footprint(server: Server) -> dict[str, int]:
     for line in Path("/proc/net/unix").read_text().splitlines():
         total["sockets"] += "@runtime-" in line and " 00010000 " in line  # listening; of all servers on this machine
     for folder in ("/dev/shm", "/tmp"):
-        total["files"] += sum("runtime" in name or "actor" in name for name in os.listdir(folder))
+        total["files"] += sum(name.startswith(("runtime-", "actor-")) for name in os.listdir(folder))
     total["root_kb"] = resident_kb(root)
     return total
 
