@@ -24,7 +24,6 @@ from ._snapshot import Snapshot
 from ._spec import ChildSpec
 from ._task import TaskActor
 
-TREE_EVERY_S = 0.05
 FLUSH_TIMEOUT_S = 1.0
 
 
@@ -51,12 +50,10 @@ class ProcessMain:
         launcher: Launcher,
     ) -> None:
         self._grace_s = launch.grace_s
-        self._changed = anyio.Event()
         self._hub = Hub(launch.path, anyio.current_time)
         self._link = Link(sock, self._hub, self._on_control)
         self._hub.uplink = self._link
         self._hub.generations.update(launch.generations)
-        self._hub.on_change = lambda: self._changed.set()
         spec = ChildSpec(
             launch.path.rpartition("/")[2],
             target,
@@ -76,7 +73,6 @@ class ProcessMain:
             serve_snapshots(self._hub, tasks, self._snapshot)
             tasks.start_soon(self._read)
             tasks.start_soon(self._link.write)
-            tasks.start_soon(self._push_tree)
             reason = await self._actor.run()
             tasks.cancel_scope.cancel()
         self._link.send(wire.Bye(wire.portable(reason)))
@@ -117,11 +113,3 @@ class ProcessMain:
     # -- what is below ---
     def _snapshot(self) -> Snapshot:
         return replace(self._actor.snapshot(), kind="process", progress=Progress())
-
-    async def _push_tree(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed = anyio.Event()
-            if self._hub.runners:
-                self._link.send(wire.Tree(self._snapshot()))
-            await anyio.sleep(TREE_EVERY_S)

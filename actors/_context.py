@@ -53,7 +53,7 @@ class Context:
     @property
     def deadline(self) -> float | None:
         """When a stop cancels this actor (anyio.current_time clock); None while nobody stops it."""
-        return self._actor.cancel_at
+        return self._actor.cancel_at if self._actor.stopped_by is not None else None
 
     def progress(self, phase: str, done: int | None = None, total: int | None = None, text: str = "") -> None:
         """Say how far the start is; extends the start deadline. After `started()` it just names the phase."""

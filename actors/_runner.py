@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 
 import anyio
@@ -82,8 +83,8 @@ class Runner(Incarnation):
     # -- life ---
     async def run(self) -> ExitReason:
         try:
-            if self._stopped_by is not None:
-                self.finished = _core.Finished("stop", self._stopped_by)
+            if self.stopped_by is not None:
+                self.finished = _core.Finished("stop", self.stopped_by)
             else:
                 await self._live()
             assert self.finished is not None
@@ -130,7 +131,7 @@ class Runner(Incarnation):
 
     def stop(self, deadline: float, by: str) -> None:
         if self._tasks is None:
-            self._stopped_by = by
+            self.stopped_by = by
             return
         if self.finished is None:
             self.state = State.STOPPING
@@ -203,7 +204,6 @@ class Runner(Incarnation):
         if self.core.ending is not None and self.state in (State.STARTING, State.RUNNING):
             self.state = State.STOPPING
         self._timer_wake.set()
-        self.hub.changed()
 
     def _child_path(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
@@ -264,11 +264,9 @@ class Runner(Incarnation):
         if started:
             self._carry_out(self.core.child_started(slot.spec.name, anyio.current_time()))
             slot.notify()
-        else:
-            self.hub.changed()
 
     def beat(self, actor: Incarnation) -> None:
-        self.hub.changed()
+        """Only processes are watched for silence."""
 
     # -- looking ---
     def inner(self) -> tuple[Snapshot, ...]:
@@ -299,25 +297,27 @@ def start_error(incarnation: Incarnation, reason: ExitReason) -> Exception:
     return error
 
 
-async def refresh(hub: Hub) -> None:
+async def refresh(hub: Hub, timeout: float = REFRESH_TIMEOUT_S) -> None:
     """Ask every process right below this one for its state now; who doesn't answer is shown as last heard."""
 
     async def ask(actor: ProcessActor) -> None:
         with contextlib.suppress(ActorError):
-            actor.take_tree(await call(hub, actor.path, SNAPSHOT, None, REFRESH_TIMEOUT_S))
+            actor.inside = await call(hub, actor.path, SNAPSHOT, None, timeout)
 
     async with anyio.create_task_group() as tasks:
         for runner in hub.runners.values():
             for slot in runner.slots.values():
-                if isinstance(slot.incarnation, ProcessActor) and slot.up:
-                    tasks.start_soon(ask, slot.incarnation)
+                actor = slot.incarnation
+                if isinstance(actor, ProcessActor) and actor.reached_target and actor.state is not State.ENDED:
+                    tasks.start_soon(ask, actor)
 
 
 def serve_snapshots(hub: Hub, tasks: TaskGroup, snapshot: Callable[[], Snapshot]) -> None:
     """Answer whoever asks for the state of this process."""
 
     async def answer(message: Message) -> None:
-        await refresh(hub)
+        left = math.inf if message.deadline is None else message.deadline - hub.now()
+        await refresh(hub, min(REFRESH_TIMEOUT_S, 0.8 * left))  # an answer without those that hang beats none
         message.finish(Parcel(snapshot()))
 
     def start(message: Message) -> None:

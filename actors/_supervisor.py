@@ -109,11 +109,11 @@ class Supervisor:
 
     # -- looking ---
     def snapshot(self) -> Snapshot:
-        """The state of all below, now; of what is inside process actors, as they last told it."""
+        """The state of all below; of what is inside process actors, as they told it when they were last asked."""
         return self._runner.snapshot()
 
     async def refresh(self) -> Snapshot:
-        """The same, after having asked every process for its state now."""
+        """The same, after every process was asked for its state now."""
         await refresh(self._hub)
         return self.snapshot()
 
@@ -224,4 +224,3 @@ async def open_nested(
             yield supervisor
     finally:
         actor.hub.runners.pop(path, None)
-        actor.hub.changed()

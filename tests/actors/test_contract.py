@@ -264,8 +264,8 @@ async def test_overflow_policies(kind: str) -> None:
 @launchers
 async def test_nested_supervisors_and_generations(kind: str) -> None:
     async with opened(kind, process("n", targets.nested), process("w", targets.watcher, "n/inner")) as (sup, kill):
-        inner = await until(lambda: sup.snapshot().find("n/inner"))
-        assert inner.kind == "process"
+        inner = (await sup.refresh()).find("n/inner")
+        assert inner is not None and inner.kind == "process"
         assert await sup.ref("n/task").call("echo", "task") == "task"
 
         async def heard(*expected: str) -> bool:
@@ -274,7 +274,7 @@ async def test_nested_supervisors_and_generations(kind: str) -> None:
         await until(lambda: heard("Up 1"))
         kill(sup, "n")
         await until(lambda: heard("Up 1", "Down 1", "Up 2"))
-        assert "inner (process)" in actors.format_tree(sup.snapshot())
+        assert "inner (process)" in actors.format_tree(await sup.refresh())
 
 
 @launchers
