@@ -9,10 +9,9 @@ from typing import Any
 
 import anyio
 from msgspec.structs import replace
-from setproctitle import setproctitle
 
 from . import _wire as wire
-from ._child_common import leave, prepare, read_launch
+from ._child_common import leave, prepare
 from ._exit import ExitReason, Lost, Progress
 from ._hub import Hub
 from ._incarnation import Environment, Incarnation
@@ -28,9 +27,7 @@ FLUSH_TIMEOUT_S = 1.0
 
 
 def run(fd: int, setup: dict[str, Any]) -> None:
-    setproctitle(setup["title"])
-    launch = read_launch(fd)
-    target, args = prepare(fd, launch)
+    launch, target, args = prepare(fd, setup)
 
     async def main() -> ExitReason:
         return await ProcessMain(socket.socket(fileno=fd), launch, target, args, LocalLauncher()).run()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, get_type_hints
 
 import msgspec
+from setproctitle import setproctitle
 
 from ._child import read_frame
 from ._exit import Exited, ExitReason, Progress, Returned, Stopped, verdict_on
@@ -16,15 +17,11 @@ from ._target import import_target
 from ._wire import Bye, Frame, Launch, Phase, decode_frame, encode_frame, load, portable
 
 
-def read_launch(fd: int) -> Launch:
-    """The first frame that the parent sends."""
+def prepare(fd: int, setup: dict[str, Any]) -> tuple[Launch, Callable[..., Any], tuple[Any, ...]]:
+    """What the parent sends first, the target and its arguments; a failure is told, and ends the process."""
+    setproctitle(setup["title"])
     launch = decode_frame(read_frame(fd))
     assert isinstance(launch, Launch)
-    return launch
-
-
-def prepare(fd: int, launch: Launch) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The target and its arguments; a failure is told, and ends the process."""
 
     def send(frame: Frame) -> None:
         with contextlib.suppress(OSError):
@@ -32,9 +29,9 @@ def prepare(fd: int, launch: Launch) -> tuple[Callable[..., Any], tuple[Any, ...
 
     send(Phase(Progress("import", text=launch.target)))
     try:
-        found = resolve(launch)
+        target, args = resolve(launch)
         send(Phase(Progress("start")))
-        return found
+        return launch, target, args
     except BaseException as exc:
         reason = verdict_on(exc, None, started=True)
     send(Bye(portable(reason)))

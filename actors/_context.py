@@ -16,7 +16,7 @@ from ._exit import Progress
 from ._hub import Hub, News
 from ._notices import Down, Up
 from ._snapshot import Snapshot
-from ._spec import Spec
+from ._spec import Spec, SupervisorSpec
 
 if TYPE_CHECKING:
     from ._supervisor import Supervisor
@@ -111,13 +111,14 @@ class Context:
         return msgspec.convert(data, Snapshot) if isinstance(data, dict) else data
 
     def open_supervisor(
-        self, children: Sequence[Spec] = (), *, name: str = "", **options: Any
+        self, children: Sequence[Spec] = (), *, name: str = "", wait_started: bool = True, **options: Any
     ) -> AbstractAsyncContextManager[Supervisor]:
         """A supervisor below this actor; options as those of `actors.open_supervisor`."""
         from ._supervisor import open_nested
 
         path = f"{self.path}/{name}" if name else self.path
-        return open_nested(self._actor, path, children, options)
+        spec = SupervisorSpec(path.rpartition("/")[2], children, **options)
+        return open_nested(self._actor, path, spec, wait_started)
 
 
 class _Feed:

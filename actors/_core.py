@@ -172,7 +172,8 @@ class Core(Struct, eq=False):
         if deadline < self.deadline:
             self.deadline = deadline
             for child in self.children.values():
-                self._hurry(child, deadline, self._by(child))
+                if child.status == "stopping":
+                    self._stop_child(child, now, deadline, self._by(child))
         return self._settle(now)
 
     def stop_child(self, name: str, now: float, deadline: float, by: str) -> list[Action]:
@@ -180,12 +181,10 @@ class Core(Struct, eq=False):
         self._tick(now)
         child = self.children[name]
         child.want, child.removing, child.recovering = False, True, False
-        if child.status in ("starting", "running"):
-            self._stop_child(child, now, deadline, by)
-        elif child.status == "stopping":
-            self._hurry(child, deadline, by)
-        else:
+        if child.status == "down":
             self._remove(child)
+        else:
+            self._stop_child(child, now, deadline, by)
         return self._settle(now)
 
     def restart_child(self, name: str, now: float, by: str) -> list[Action]:
@@ -228,8 +227,7 @@ class Core(Struct, eq=False):
                 self._remove(child)
                 return
             if not self.started:
-                self._decide(child, reason, "give up")
-                self._end(Finished("start_failed", name=child.name, deaths=((child.name, reason),)))
+                self._give_up("start_failed", child, reason)
                 return
         abnormal = in_start or is_abnormal(reason)
         if spec.restart == "temporary" or (spec.restart == "transient" and not abnormal):
@@ -240,15 +238,12 @@ class Core(Struct, eq=False):
             self._forget_if_done(child)
             return
         if spec.give_up_on is not None and spec.give_up_on(reason):
-            self._decide(child, reason, "give up")
-            self._end(Finished("give_up", name=child.name, deaths=((child.name, reason),)))
+            self._give_up("give_up", child, reason)
             return
         self.deaths = [death for death in self.deaths if self._healthy_s - death[0] <= self.spec.period]
         self.deaths.append((self._healthy_s, child.name, reason))
         if len(self.deaths) > self.spec.intensity:
-            self._decide(child, reason, "give up")
-            causes = tuple((name, why) for _, name, why in self.deaths)
-            self._end(Finished("limit", name=child.name, deaths=causes))
+            self._give_up("limit", child, reason)
             return
         delay = self._backoff(child, in_start, now)
         self._decide(child, reason, "restart", delay)
@@ -292,6 +287,11 @@ class Core(Struct, eq=False):
         all_gone = all(child.status == "down" and not child.want for child in significant)
         if self.spec.auto_shutdown == "any_significant" or (self.spec.auto_shutdown == "all_significant" and all_gone):
             self._end(Finished("auto_shutdown"))
+
+    def _give_up(self, cause: str, child: Child, reason: ExitReason) -> None:
+        self._decide(child, reason, "give up")
+        deaths = [(name, why) for _, name, why in self.deaths] if cause == "limit" else [(child.name, reason)]
+        self._end(Finished(cause, name=child.name, deaths=tuple(deaths)))
 
     def _end(self, finished: Finished) -> None:
         if self.ending is None:
@@ -363,13 +363,11 @@ class Core(Struct, eq=False):
                 self._stop_child(child, now, self.deadline, by(child))
 
     def _stop_child(self, child: Child, now: float, deadline: float, by: str) -> None:
+        """Also one that is stopping: its deadline may only come nearer."""
         budget = child.spec.stop_timeout
-        child.deadline = min(deadline, self.deadline, math.inf if budget is None else now + budget)
-        child.status = "stopping"
-        self._actions.append(Stop(child.name, child.deadline, by))
-
-    def _hurry(self, child: Child, deadline: float, by: str) -> None:
-        if child.status == "stopping" and deadline < child.deadline:
+        deadline = min(deadline, self.deadline, math.inf if budget is None else now + budget)
+        if child.status != "stopping" or deadline < child.deadline:
+            child.status = "stopping"
             child.deadline = deadline
             self._actions.append(Stop(child.name, deadline, by))
 

@@ -76,7 +76,7 @@ class Hub:
         self.below: dict[str, Neighbour] = {}
         self.generations: dict[str, int] = {}
         self.runners: dict[str, Any] = {}  # of supervisors in this process, by path
-        self.on_snapshot: Callable[[Message], None]  # answers for this process
+        self.on_snapshot: Callable[[Message], object]  # answers for this process
         self.casts = 0  # so far, from here
         self._forgotten: deque[str] = deque()
         self._ended: dict[str, tuple[int, ExitReason]] = {}

@@ -33,7 +33,7 @@ class State(StrEnum):
     ENDED = "ended"
 
 
-class Environment(Struct, frozen=True):
+class Environment(Struct):
     """What all supervisors and actors of one process share."""
 
     hub: Hub

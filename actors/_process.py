@@ -198,23 +198,20 @@ class ProcessActor(Actor):
                 raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
 
     async def _read_stderr(self) -> None:
-        while self._process.stderr is not None:
+        while self._read_stderr_now():
             await anyio.wait_readable(self._process.stderr)
-            if not self._read_stderr_now():
-                return
 
     def _read_stderr_now(self) -> bool:
         """Take what is there; False at its end."""
-        while self._process.stderr is not None:
+        while True:
             try:
                 data = os.read(self._process.stderr, 65536)
             except BlockingIOError:
                 return True
             if not data:
-                break
+                return False
             self.environment.launcher.show(data)
             self._tail = (self._tail + data)[-TAIL_BYTES:]
-        return False
 
     # -- its time ---
     def _kill_by(self, delay_s: float) -> None:

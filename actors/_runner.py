@@ -36,7 +36,7 @@ class Slot:
         self.path = path
         self.incarnation: Incarnation | None = None
         self.up = False
-        self.ever_up = False
+        self.last_up = 0  # the last generation that has started
         self.gone = False
         self.error: Exception | None = None
         self._changed = anyio.Event()
@@ -168,9 +168,13 @@ class Runner(Incarnation):
         if not slot.gone and self.finished is None:
             actions = self.core.restart_child(slot.spec.name, anyio.current_time(), "request, to restart it")
             self._carry_out(actions)
-        while not (slot.up and slot.generation > before):
+        await self.wait_up(slot, before)
+
+    async def wait_up(self, slot: Slot, after: int) -> None:
+        """Wait until a later generation than this one has started. Raises its start error or ActorClosed."""
+        while slot.last_up <= after:
             if slot.gone or self.core.is_down_for_good(slot.spec.name):
-                raise slot.error or ActorClosed(f"actor {slot.path!r} has ended after it was restarted")
+                raise slot.error or ActorClosed(f"actor {slot.path!r} has ended and is not started again")
             await slot.wait_change()
 
     def _carry_out(self, actions: list[_core.Action]) -> None:
@@ -258,7 +262,7 @@ class Runner(Incarnation):
         slot = self.slots[actor.path.rpartition("/")[2]]
         started = event.kind == "started"
         if started:
-            slot.up = slot.ever_up = True
+            slot.up, slot.last_up = True, actor.generation
             self.hub.publish(News(actor.path, actor.generation, Parcel(actor.value)))
         self.environment.tell(event)
         if started:
@@ -320,7 +324,4 @@ def serve_snapshots(hub: Hub, tasks: TaskGroup, snapshot: Callable[[], Snapshot]
         await refresh(hub, min(REFRESH_TIMEOUT_S, 0.8 * left))  # an answer without those that hang beats none
         message.finish(Parcel(snapshot()))
 
-    def start(message: Message) -> None:
-        tasks.start_soon(answer, message)
-
-    hub.on_snapshot = start
+    hub.on_snapshot = lambda message: tasks.start_soon(answer, message)

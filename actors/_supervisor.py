@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskGroup
@@ -51,10 +51,7 @@ class Supervisor:
         """
         slot = self._runner.add(spec)
         try:
-            while not slot.ever_up:
-                if slot.gone:
-                    raise slot.error or ActorClosed(f"actor {slot.path!r} was stopped before it had started")
-                await slot.wait_change()
+            await self._runner.wait_up(slot, 0)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._runner.stop_slot(slot, math.inf, "its starter, which was cancelled")
@@ -199,23 +196,18 @@ def open_supervisor(
         name, children, strategy=strategy, intensity=intensity, period=period, auto_shutdown=auto_shutdown
     )
 
-    def interrupt(exc: BaseException) -> None:
-        supervisor.interrupt(exc)
-
     hub = Hub("", anyio.current_time)
-    environment = Environment(hub, launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
+    environment = Environment(hub, launcher or LocalLauncher(), on_event, random.Random(seed).random)
     supervisor = Supervisor(Runner(spec, "", 0, environment, None))
+    environment.on_interrupt = supervisor.interrupt
     return supervisor._opened(wait_started)
 
 
 @asynccontextmanager
 async def open_nested(
-    actor: TaskActor, path: str, children: Sequence[Spec], options: Mapping[str, Any]
+    actor: TaskActor, path: str, spec: SupervisorSpec, wait_started: bool
 ) -> AsyncIterator[Supervisor]:
     """A supervisor that an actor opens for itself; it is part of the actor and shares its hub."""
-    options = dict(options)
-    wait_started = options.pop("wait_started", True)
-    spec = SupervisorSpec(path.rpartition("/")[2], children, **options)
     if path in actor.hub.runners:
         raise ActorError(f"actor {actor.path!r} has an open supervisor at {path!r} already")
     runner = actor.hub.runners[path] = Runner(spec, path, 0, actor.environment, None, opened_by=actor)

@@ -37,7 +37,7 @@ class TaskActor(Actor):
         self._serving: set[Message] = set()
         self._tasks: TaskGroup | None = None
         self._timed_out: StartTimeout | None = None
-        self._how = "cancelled"
+        self._returned = False
         self._task_id = 0
 
     # -- life ---
@@ -71,12 +71,13 @@ class TaskActor(Actor):
                 value = await self._call_target(tasks.cancel_scope)
                 tasks.cancel_scope.cancel()
         except Exception as exc:  # a group of cancellations and errors, less the cancellations
-            self._raised(exc)
+            self.exception = exc
         if self._timed_out is not None:
             return self._timed_out
         if self.stopped_by is not None:
-            detail = "" if self.exception is None else f"{type(self.exception).__name__}: {self.exception}"
-            return Stopped(self.stopped_by, self._how, detail)
+            if self.exception is not None:
+                return Stopped(self.stopped_by, "raised", f"{type(self.exception).__name__}: {self.exception}")
+            return Stopped(self.stopped_by, "returned" if self._returned else "cancelled")
         return verdict_on(self.exception, value, self.started_at is not None)
 
     async def _call_target(self, scope: anyio.CancelScope) -> Any:
@@ -84,25 +85,21 @@ class TaskActor(Actor):
             target = self._spec.target
             function = import_target(target) if isinstance(target, str) else target
             value = await function(self.context, *self._spec.args)
-            self._how = "returned"
+            self._returned = True
             return value
         except (Exception, SystemExit) as exc:
-            self._raised(exc)
+            self.exception = exc
         except KeyboardInterrupt as exc:  # the terminal's, and so the whole tree's
-            self._raised(exc)
+            self.exception = exc
             self.environment.interrupt(exc)
         except BaseException as exc:
             cancelled = scope.cancel_called or anyio.current_effective_deadline() == -math.inf
             if cancelled or not type(exc).__module__.startswith("asyncio"):
                 raise
-            self._raised(exc)  # asyncio only: someone cancelled the task itself, or the target raised it
+            self.exception = exc  # asyncio only: someone cancelled the task itself, or the target raised it
         finally:
             self._tasks = None
             self.door.is_open = False  # calls that come now hear of the end
-
-    def _raised(self, exc: BaseException) -> None:
-        self.exception = exc
-        self._how = "raised"
 
     async def _run_clock(self) -> None:
         await self._reach(self._patience_ends)

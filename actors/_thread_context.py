@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from setproctitle import setproctitle
-
 from . import _wire as wire
-from ._child_common import leave, prepare, read_launch
+from ._child_common import leave, prepare
 from ._door import Door, Mailbox, Message
 from ._errors import ActorError
 from ._exit import ExitReason, Progress, Stopped, capture, verdict_on
@@ -233,7 +231,5 @@ class ThreadContext:
 
 
 def run(fd: int, setup: dict[str, Any]) -> None:
-    setproctitle(setup["title"])
-    launch = read_launch(fd)
-    target, args = prepare(fd, launch)
+    launch, target, args = prepare(fd, setup)
     leave(ThreadContext(socket.socket(fileno=fd), launch).run(target, args))

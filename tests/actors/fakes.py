@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -58,7 +59,8 @@ class FakeProcess:
 
     def __init__(self, launcher: FakeLauncher, pid: int) -> None:
         self.pid = pid
-        self.stderr: int | None = None
+        self.stderr, theirs = os.pipe()
+        os.close(theirs)  # it has nothing to say there
         self.control, self._theirs = socket.socketpair()
         self._launcher = launcher
         self._scope = anyio.CancelScope()
@@ -129,6 +131,7 @@ class FakeProcess:
 
     def close(self) -> None:
         self.control.close()
+        os.close(self.stderr)
 
 
 @asynccontextmanager
