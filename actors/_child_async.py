@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import anyio
 from msgspec.structs import replace
 
 from . import _wire as wire
-from ._child_common import leave, prepare
+from ._child_common import Body, leave, prepare
 from ._exit import ExitReason, Lost, Progress
 from ._hub import Hub
 from ._incarnation import Environment, Incarnation
@@ -27,25 +26,18 @@ FLUSH_TIMEOUT_S = 1.0
 
 
 def run(fd: int, setup: dict[str, Any]) -> None:
-    launch, target, args = prepare(fd, setup)
+    launch, body = prepare(fd, setup)
 
     async def main() -> ExitReason:
-        return await ProcessMain(socket.socket(fileno=fd), launch, target, args, LocalLauncher()).run()
+        return await ProcessMain(socket.socket(fileno=fd), launch, body, LocalLauncher()).run()
 
-    leave(anyio.run(main, backend=launch.backend))
+    leave(anyio.run(main, backend=setup["backend"]))
 
 
 class ProcessMain:
     """The actor, its hub, and the link to its parent."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        launch: wire.Launch,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        launcher: Launcher,
-    ) -> None:
+    def __init__(self, sock: socket.socket, launch: wire.Launch, body: Body, launcher: Launcher) -> None:
         self._grace_s = launch.grace_s
         self._hub = Hub(launch.path, anyio.current_time)
         self._link = Link(sock, self._hub, self._on_control)
@@ -53,8 +45,7 @@ class ProcessMain:
         self._hub.generations.update(launch.generations)
         spec = ChildSpec(
             launch.path.rpartition("/")[2],
-            target,
-            args,
+            body,
             start_timeout=math.inf,  # its parent keeps the time
             start_timeout_max=math.inf,
             drain=launch.drain,

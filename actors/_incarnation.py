@@ -33,6 +33,10 @@ class State(StrEnum):
     ENDED = "ended"
 
 
+def _raise(exc: BaseException) -> None:
+    raise exc
+
+
 class Environment(Struct):
     """What all supervisors and actors of one process share."""
 
@@ -40,7 +44,8 @@ class Environment(Struct):
     launcher: Launcher
     on_event: OnEvent | None = None
     draw: Callable[[], float] = random.random  # for the backoff's jitter
-    on_interrupt: Callable[[BaseException], None] | None = None
+    interrupt: Callable[[BaseException], None] = _raise
+    """Ctrl-C inside an actor, or a broken `on_event`: for the tree's owner, after an orderly stop."""
 
     def tell(self, event: Event) -> None:
         if self.on_event is not None:
@@ -48,12 +53,6 @@ class Environment(Struct):
                 self.on_event(event)
             except Exception as exc:
                 self.interrupt(exc)
-
-    def interrupt(self, exc: BaseException) -> None:
-        """Ctrl-C inside an actor, or a broken `on_event`: for the tree's owner, after an orderly stop."""
-        if self.on_interrupt is None:
-            raise exc
-        self.on_interrupt(exc)
 
 
 class Observer(Protocol):

@@ -114,7 +114,6 @@ class ProcessActor(Actor):
             self.generation,
             spec.target,
             [wire.dump(arg) for arg in spec.args],
-            spec.backend,
             spec.mailbox,
             spec.overflow,
             spec.drain,

@@ -111,21 +111,18 @@ class Runner(Incarnation):
                 tasks.cancel_scope.cancel()
 
     def _verdict(self, finished: _core.Finished) -> ExitReason:
-        causes = tuple((self._child_path(name), reason) for name, reason in finished.deaths)
-        match finished.cause:
-            case "stop":
-                return Stopped(finished.by)
-            case "auto_shutdown":
-                return Returned()
-            case "start_failed":
-                self.exception = self._start_failure
-            case "limit":
-                spec = self.core.spec
-                why = f"more than {spec.intensity} deaths within {spec.period:g} s"
-                self.exception = RestartLimitExceeded(self.path, causes, why)
-            case _:
-                why = f"{finished.name!r} died of a cause that is not to be retried"
-                self.exception = RestartLimitExceeded(self.path, causes, why)
+        if finished.cause == "stop":
+            return Stopped(finished.by)
+        if finished.cause == "auto_shutdown":
+            return Returned()
+        if finished.cause == "start_failed":
+            self.exception = self._start_failure
+        else:
+            why = f"{finished.name!r} died of a cause that is not to be retried"
+            if finished.cause == "limit":
+                why = f"more than {self.core.spec.intensity} deaths within {self.core.spec.period:g} s"
+            causes = tuple((self._child_path(name), reason) for name, reason in finished.deaths)
+            self.exception = RestartLimitExceeded(self.path, causes, why)
         assert self.exception is not None
         return Raised(capture(self.exception))
 

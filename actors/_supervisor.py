@@ -199,7 +199,7 @@ def open_supervisor(
     hub = Hub("", anyio.current_time)
     environment = Environment(hub, launcher or LocalLauncher(), on_event, random.Random(seed).random)
     supervisor = Supervisor(Runner(spec, "", 0, environment, None))
-    environment.on_interrupt = supervisor.interrupt
+    environment.interrupt = supervisor.interrupt
     return supervisor._opened(wait_started)
 
 

@@ -67,7 +67,6 @@ class Launch(Frame, frozen=True, tag="launch"):
     generation: int
     target: str
     args: list[bytes]
-    backend: str
     mailbox: int
     overflow: Overflow
     drain: bool

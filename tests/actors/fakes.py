@@ -86,13 +86,13 @@ class FakeProcess:
         assert isinstance(launch, Launch)
         sock.send(encode_frame(Phase(Progress("import", text=launch.target))))
         try:
-            target, args = resolve(launch)
+            body = resolve(launch)
         except Exception as exc:
             reason = verdict_on(exc, None, started=True)
             sock.send(encode_frame(Bye(reason)))
             return exit_code(reason)
         sock.send(encode_frame(Phase(Progress("start"))))
-        return exit_code(await ProcessMain(sock, launch, target, args, self._launcher).run())
+        return exit_code(await ProcessMain(sock, launch, body, self._launcher).run())
 
     async def _receive(self, size: int) -> bytes:
         data = b""
