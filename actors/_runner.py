@@ -35,7 +35,6 @@ class Slot:
         self.spec = spec
         self.path = path
         self.incarnation: Incarnation | None = None
-        self.up = False
         self.last_up = 0  # the last generation that has started
         self.gone = False
         self.error: Exception | None = None
@@ -78,7 +77,6 @@ class Runner(Incarnation):
         self._tasks: TaskGroup | None = None
         self._timer_wake = anyio.Event()
         self._done = anyio.Event()
-        self._start_failure: Exception | None = None
 
     # -- life ---
     async def run(self) -> ExitReason:
@@ -116,7 +114,7 @@ class Runner(Incarnation):
         if finished.cause == "auto_shutdown":
             return Returned()
         if finished.cause == "start_failed":
-            self.exception = self._start_failure
+            self.exception = self.slots[finished.name].error
         else:
             why = f"{finished.name!r} died of a cause that is not to be retried"
             if finished.cause == "limit":
@@ -229,12 +227,10 @@ class Runner(Incarnation):
 
     async def _run_child(self, slot: Slot, incarnation: Incarnation) -> None:
         reason = await incarnation.run()
-        if slot.up:
-            slot.up = False
+        if slot.last_up == slot.generation:
             self.hub.publish(News(slot.path, slot.generation, Parcel(), reason))
         if incarnation.started_at is None and self.core.children[slot.spec.name].status != "stopping":
             slot.error = start_error(incarnation, reason)
-            self._start_failure = slot.error
         self._carry_out(self.core.child_exited(slot.spec.name, reason, anyio.current_time()))
         slot.notify()
 
@@ -259,7 +255,7 @@ class Runner(Incarnation):
         slot = self.slots[actor.path.rpartition("/")[2]]
         started = event.kind == "started"
         if started:
-            slot.up, slot.last_up = True, actor.generation
+            slot.last_up = actor.generation
             self.hub.publish(News(actor.path, actor.generation, Parcel(actor.value)))
         self.environment.tell(event)
         if started:
