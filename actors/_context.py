@@ -72,11 +72,8 @@ class Context:
         self._actor.door.set_handler(method, handler)
 
     @property
-    def inbox(self) -> AsyncIterator[Any]:
+    async def inbox(self) -> AsyncIterator[Any]:
         """The casts to this actor, one by one, for ever."""
-        return self._inbox()
-
-    async def _inbox(self) -> AsyncIterator[Any]:
         mailbox = self._actor.mailbox
         while True:
             while not mailbox:

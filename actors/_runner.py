@@ -38,18 +38,15 @@ class Slot:
         self.last_up = 0  # the last generation that has started
         self.gone = False
         self.error: Exception | None = None
-        self._changed = anyio.Event()
+        self.changed = anyio.Event()
 
     @property
     def generation(self) -> int:
         return 0 if self.incarnation is None else self.incarnation.generation
 
     def notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def wait_change(self) -> None:
-        await self._changed.wait()
+        self.changed.set()
+        self.changed = anyio.Event()
 
 
 class Runner(Incarnation):
@@ -155,7 +152,7 @@ class Runner(Incarnation):
         if not slot.gone and self.finished is None:
             self._carry_out(self.core.stop_child(slot.spec.name, anyio.current_time(), deadline, by))
         while not slot.gone:
-            await slot.wait_change()
+            await slot.changed.wait()
 
     async def restart_slot(self, slot: Slot) -> None:
         """Stop a child, start it anew, and wait until it is up. Raises its start error or ActorClosed."""
@@ -170,7 +167,7 @@ class Runner(Incarnation):
         while slot.last_up <= after:
             if slot.gone or self.core.is_down_for_good(slot.spec.name):
                 raise slot.error or ActorClosed(f"actor {slot.path!r} has ended and is not started again")
-            await slot.wait_change()
+            await slot.changed.wait()
 
     def _carry_out(self, actions: list[_core.Action]) -> None:
         for action in actions:

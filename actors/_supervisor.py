@@ -31,6 +31,7 @@ class Supervisor:
     """A running supervisor, as its owner sees it. Got from `open_supervisor`; to be used on that event loop only."""
 
     def __init__(self, runner: Runner) -> None:
+        self.path = runner.path
         self._runner = runner
         self._hub = runner.hub
         self._tasks: TaskGroup
@@ -38,10 +39,6 @@ class Supervisor:
         self._waiters = 0
         self._delivered = False
         self._interrupt: BaseException | None = None
-
-    @property
-    def path(self) -> str:
-        return self._runner.path
 
     # -- children ---
     async def start(self, spec: Spec) -> Ref:
