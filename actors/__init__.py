@@ -55,7 +55,7 @@ __all__ += ["Backoff", "ChildSpec", "Spec", "SupervisorSpec", "check"]
 __all__ += ["Supervisor", "open_supervisor"]
 __all__ += ["ThreadContext"]
 
-_HOMES = (  # what needs no event loop comes first
+_HOMES = (
     "_errors",
     "_exit",
     "_notices",
@@ -64,9 +64,9 @@ _HOMES = (  # what needs no event loop comes first
     "_thread_context",
     "_context",
     "_launcher",
-    "_ref",
     "_supervisor",
 )
+"""What needs no event loop comes first."""
 
 
 def __getattr__(name: str) -> Any:

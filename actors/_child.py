@@ -49,27 +49,16 @@ def watch_parent(fd: int, grace_s: float) -> None:
 def end_session(session: int) -> None:
     """SIGKILL for every process of this OS session but its leader; twice, for what was forked meanwhile."""
     for _ in range(2):
-        members = [pid for pid in session_members(session) if pid != session]
-        for pid in members:
+        found = False
+        for pid in [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]:
             try:
-                os.kill(pid, 9)
+                if pid != session and os.getsid(pid) == session:
+                    found = True
+                    os.kill(pid, 9)
             except (ProcessLookupError, PermissionError):
                 continue
-        if not members:
+        if not found:
             return
-
-
-def session_members(session: int) -> list[int]:
-    """The processes of an OS session."""
-    members: list[int] = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                if os.getsid(int(entry)) == session:
-                    members.append(int(entry))
-            except (ProcessLookupError, PermissionError):
-                continue
-    return members
 
 
 def main() -> None:

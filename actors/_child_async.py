@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import anyio
 from msgspec.structs import replace
-from setproctitle import setproctitle
 
 from . import _wire as wire
-from ._child_common import leave, prepare, read_launch
+from ._child_common import Body, leave, prepare
 from ._exit import ExitReason, Lost, Progress
 from ._hub import Hub
 from ._incarnation import Environment, Incarnation
@@ -24,43 +22,30 @@ from ._snapshot import Snapshot
 from ._spec import ChildSpec
 from ._task import TaskActor
 
-TREE_EVERY_S = 0.05
 FLUSH_TIMEOUT_S = 1.0
 
 
 def run(fd: int, setup: dict[str, Any]) -> None:
-    setproctitle(setup["title"])
-    launch = read_launch(fd)
-    target, args = prepare(fd, launch)
+    launch, body = prepare(fd, setup)
 
     async def main() -> ExitReason:
-        return await ProcessMain(socket.socket(fileno=fd), launch, target, args, LocalLauncher()).run()
+        return await ProcessMain(socket.socket(fileno=fd), launch, body, LocalLauncher()).run()
 
-    leave(anyio.run(main, backend=launch.backend))
+    leave(anyio.run(main, backend=setup["backend"]))
 
 
 class ProcessMain:
     """The actor, its hub, and the link to its parent."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        launch: wire.Launch,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        launcher: Launcher,
-    ) -> None:
+    def __init__(self, sock: socket.socket, launch: wire.Launch, body: Body, launcher: Launcher) -> None:
         self._grace_s = launch.grace_s
-        self._changed = anyio.Event()
         self._hub = Hub(launch.path, anyio.current_time)
         self._link = Link(sock, self._hub, self._on_control)
         self._hub.uplink = self._link
         self._hub.generations.update(launch.generations)
-        self._hub.on_change = lambda: self._changed.set()
         spec = ChildSpec(
             launch.path.rpartition("/")[2],
-            target,
-            args,
+            body,
             start_timeout=math.inf,  # its parent keeps the time
             start_timeout_max=math.inf,
             drain=launch.drain,
@@ -76,7 +61,6 @@ class ProcessMain:
             serve_snapshots(self._hub, tasks, self._snapshot)
             tasks.start_soon(self._read)
             tasks.start_soon(self._link.write)
-            tasks.start_soon(self._push_tree)
             reason = await self._actor.run()
             tasks.cancel_scope.cancel()
         self._link.send(wire.Bye(wire.portable(reason)))
@@ -117,11 +101,3 @@ class ProcessMain:
     # -- what is below ---
     def _snapshot(self) -> Snapshot:
         return replace(self._actor.snapshot(), kind="process", progress=Progress())
-
-    async def _push_tree(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed = anyio.Event()
-            if self._hub.runners:
-                self._link.send(wire.Tree(self._snapshot()))
-            await anyio.sleep(TREE_EVERY_S)

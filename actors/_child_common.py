@@ -6,25 +6,24 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, TypeAlias, get_type_hints
 
 import msgspec
+from setproctitle import setproctitle
 
 from ._child import read_frame
-from ._exit import Exited, ExitReason, Progress, Returned, Stopped, verdict_on
+from ._exit import Exited, ExitReason, Progress, is_abnormal, verdict_on
 from ._target import import_target
 from ._wire import Bye, Frame, Launch, Phase, decode_frame, encode_frame, load, portable
 
+Body: TypeAlias = "Callable[[Any], Any]"  # a target with its arguments: it wants a context
 
-def read_launch(fd: int) -> Launch:
-    """The first frame that the parent sends."""
+
+def prepare(fd: int, setup: dict[str, Any]) -> tuple[Launch, Body]:
+    """What the parent sends first, and what is to run; a failure is told, and ends the process."""
+    setproctitle(setup["title"])
     launch = decode_frame(read_frame(fd))
     assert isinstance(launch, Launch)
-    return launch
-
-
-def prepare(fd: int, launch: Launch) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The target and its arguments; a failure is told, and ends the process."""
 
     def send(frame: Frame) -> None:
         with contextlib.suppress(OSError):
@@ -32,16 +31,16 @@ def prepare(fd: int, launch: Launch) -> tuple[Callable[..., Any], tuple[Any, ...
 
     send(Phase(Progress("import", text=launch.target)))
     try:
-        found = resolve(launch)
+        body = resolve(launch)
         send(Phase(Progress("start")))
-        return found
+        return launch, body
     except BaseException as exc:
         reason = verdict_on(exc, None, started=True)
     send(Bye(portable(reason)))
     leave(reason)
 
 
-def resolve(launch: Launch) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def resolve(launch: Launch) -> Body:
     """The target, imported, and its arguments as its annotations want them."""
     target = import_target(launch.target)
     args = [load(arg) for arg in launch.args]
@@ -54,7 +53,7 @@ def resolve(launch: Launch) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             hint = hints.get(parameter.name)
             if hint is not None and parameter.kind is not parameter.VAR_POSITIONAL:
                 args[at] = msgspec.convert(msgspec.to_builtins(arg), hint)
-    return target, tuple(args)
+    return lambda ctx: target(ctx, *args)
 
 
 def leave(reason: ExitReason) -> NoReturn:
@@ -63,10 +62,4 @@ def leave(reason: ExitReason) -> NoReturn:
 
 
 def exit_code(reason: ExitReason) -> int:
-    match reason:
-        case Returned() | Stopped():
-            return 0
-        case Exited(code):
-            return code
-        case _:
-            return 1
+    return reason.code if isinstance(reason, Exited) else int(is_abnormal(reason))

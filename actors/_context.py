@@ -16,7 +16,7 @@ from ._exit import Progress
 from ._hub import Hub, News
 from ._notices import Down, Up
 from ._snapshot import Snapshot
-from ._spec import Spec
+from ._spec import Spec, SupervisorSpec
 
 if TYPE_CHECKING:
     from ._supervisor import Supervisor
@@ -53,7 +53,7 @@ class Context:
     @property
     def deadline(self) -> float | None:
         """When a stop cancels this actor (anyio.current_time clock); None while nobody stops it."""
-        return self._actor.cancel_at
+        return self._actor.cancel_at if self._actor.stopped_by is not None else None
 
     def progress(self, phase: str, done: int | None = None, total: int | None = None, text: str = "") -> None:
         """Say how far the start is; extends the start deadline. After `started()` it just names the phase."""
@@ -72,11 +72,8 @@ class Context:
         self._actor.door.set_handler(method, handler)
 
     @property
-    def inbox(self) -> AsyncIterator[Any]:
+    async def inbox(self) -> AsyncIterator[Any]:
         """The casts to this actor, one by one, for ever."""
-        return self._inbox()
-
-    async def _inbox(self) -> AsyncIterator[Any]:
         mailbox = self._actor.mailbox
         while True:
             while not mailbox:
@@ -111,13 +108,14 @@ class Context:
         return msgspec.convert(data, Snapshot) if isinstance(data, dict) else data
 
     def open_supervisor(
-        self, children: Sequence[Spec] = (), *, name: str = "", **options: Any
+        self, children: Sequence[Spec] = (), *, name: str = "", wait_started: bool = True, **options: Any
     ) -> AbstractAsyncContextManager[Supervisor]:
         """A supervisor below this actor; options as those of `actors.open_supervisor`."""
         from ._supervisor import open_nested
 
         path = f"{self.path}/{name}" if name else self.path
-        return open_nested(self._actor, path, children, options)
+        spec = SupervisorSpec(path.rpartition("/")[2], children, **options)
+        return open_nested(self._actor, path, spec, wait_started)
 
 
 class _Feed:

@@ -63,6 +63,13 @@ class Finished(Struct, frozen=True):
     name: str = ""
     deaths: tuple[tuple[str, ExitReason], ...] = ()
 
+    @property
+    def stopper(self) -> str:
+        """Who stops the children."""
+        if self.cause == "stop":
+            return self.by
+        return f"its supervisor ({self.cause.replace('_', ' ')}{self.name and ': ' + self.name})"
+
 
 Action: TypeAlias = Start | Stop | AllStarted | Decided | Removed | Finished
 
@@ -168,11 +175,12 @@ class Core(Struct, eq=False):
     def stop(self, now: float, deadline: float, by: str) -> list[Action]:
         """End all of it, in reverse order; a second stop may only shorten the deadline."""
         self._tick(now)
-        self._end(Finished("stop", by))
+        ending = self._end(Finished("stop", by))
         if deadline < self.deadline:
             self.deadline = deadline
             for child in self.children.values():
-                self._hurry(child, deadline, self._by(child))
+                if child.status == "stopping":
+                    self._stop_child(child, now, deadline, ending.stopper)
         return self._settle(now)
 
     def stop_child(self, name: str, now: float, deadline: float, by: str) -> list[Action]:
@@ -180,12 +188,10 @@ class Core(Struct, eq=False):
         self._tick(now)
         child = self.children[name]
         child.want, child.removing, child.recovering = False, True, False
-        if child.status in ("starting", "running"):
-            self._stop_child(child, now, deadline, by)
-        elif child.status == "stopping":
-            self._hurry(child, deadline, by)
-        else:
+        if child.status == "down":
             self._remove(child)
+        else:
+            self._stop_child(child, now, deadline, by)
         return self._settle(now)
 
     def restart_child(self, name: str, now: float, by: str) -> list[Action]:
@@ -228,8 +234,7 @@ class Core(Struct, eq=False):
                 self._remove(child)
                 return
             if not self.started:
-                self._decide(child, reason, "give up")
-                self._end(Finished("start_failed", name=child.name, deaths=((child.name, reason),)))
+                self._give_up("start_failed", child, reason)
                 return
         abnormal = in_start or is_abnormal(reason)
         if spec.restart == "temporary" or (spec.restart == "transient" and not abnormal):
@@ -240,15 +245,12 @@ class Core(Struct, eq=False):
             self._forget_if_done(child)
             return
         if spec.give_up_on is not None and spec.give_up_on(reason):
-            self._decide(child, reason, "give up")
-            self._end(Finished("give_up", name=child.name, deaths=((child.name, reason),)))
+            self._give_up("give_up", child, reason)
             return
         self.deaths = [death for death in self.deaths if self._healthy_s - death[0] <= self.spec.period]
         self.deaths.append((self._healthy_s, child.name, reason))
         if len(self.deaths) > self.spec.intensity:
-            self._decide(child, reason, "give up")
-            causes = tuple((name, why) for _, name, why in self.deaths)
-            self._end(Finished("limit", name=child.name, deaths=causes))
+            self._give_up("limit", child, reason)
             return
         delay = self._backoff(child, in_start, now)
         self._decide(child, reason, "restart", delay)
@@ -293,9 +295,15 @@ class Core(Struct, eq=False):
         if self.spec.auto_shutdown == "any_significant" or (self.spec.auto_shutdown == "all_significant" and all_gone):
             self._end(Finished("auto_shutdown"))
 
-    def _end(self, finished: Finished) -> None:
-        if self.ending is None:
-            self.ending = finished
+    def _give_up(self, cause: str, child: Child, reason: ExitReason) -> None:
+        self._decide(child, reason, "give up")
+        deaths = [(name, why) for _, name, why in self.deaths] if cause == "limit" else [(child.name, reason)]
+        self._end(Finished(cause, name=child.name, deaths=tuple(deaths)))
+
+    def _end(self, finished: Finished) -> Finished:
+        """The first reason to end is the one that counts."""
+        self.ending = self.ending or finished
+        return self.ending
 
     def _remove(self, child: Child) -> None:
         del self.children[child.name]
@@ -312,34 +320,25 @@ class Core(Struct, eq=False):
     def _decide(self, child: Child, reason: ExitReason, what: str, delay_s: float = 0.0) -> None:
         self._actions.append(Decided(child.name, reason, what, delay_s, len(self.deaths)))
 
-    def _by(self, child: Child) -> str:
-        assert self.ending is not None
-        match self.ending:
-            case Finished("stop", by):
-                return by
-            case Finished(cause, _, name):
-                return f"its supervisor ({cause.replace('_', ' ')}{name and ': ' + name})"
-
     # -- what follows ---
     def _settle(self, now: float) -> list[Action]:
         if not self.finished:
             if self.ending is not None:
-                self._settle_end(now)
+                self._settle_end(self.ending, now)
             else:
                 self._settle_life(now)
         actions, self._actions = self._actions, []
         return actions
 
-    def _settle_end(self, now: float) -> None:
-        self._stop_in_order(now, list(self.children.values()), self._by)
+    def _settle_end(self, ending: Finished, now: float) -> None:
+        self._stop_in_order(now, list(self.children.values()), ending.stopper)
         if all(child.status == "down" for child in self.children.values()):
             self.finished = True
-            assert self.ending is not None
-            self._actions.append(self.ending)
+            self._actions.append(ending)
 
     def _settle_life(self, now: float) -> None:
         cycling = [child for child in self.children.values() if child.cycling]
-        self._stop_in_order(now, cycling, lambda child: "its supervisor, to restart it")
+        self._stop_in_order(now, cycling, "its supervisor, to restart it")
         if not any(child.cycling and child.status != "down" for child in self.children.values()):
             for child in self.children.values():
                 if child.want and child.status == "down" and child.hold_until <= now and self._may_start(child):
@@ -355,21 +354,19 @@ class Core(Struct, eq=False):
     def _may_start(self, child: Child) -> bool:
         return all(name not in self.children or self.children[name].settled for name in child.waits_on)
 
-    def _stop_in_order(self, now: float, whom: Sequence[Child], by: Callable[[Child], str]) -> None:
+    def _stop_in_order(self, now: float, whom: Sequence[Child], by: str) -> None:
         """Each of `whom` as soon as those of `whom` that depend on it are down."""
         up = [child for child in whom if child.status != "down"]
         for child in reversed(up):
             if child.status != "stopping" and not any(child.name in other.depends_on for other in up):
-                self._stop_child(child, now, self.deadline, by(child))
+                self._stop_child(child, now, self.deadline, by)
 
     def _stop_child(self, child: Child, now: float, deadline: float, by: str) -> None:
+        """Also one that is stopping: its deadline may only come nearer."""
         budget = child.spec.stop_timeout
-        child.deadline = min(deadline, self.deadline, math.inf if budget is None else now + budget)
-        child.status = "stopping"
-        self._actions.append(Stop(child.name, child.deadline, by))
-
-    def _hurry(self, child: Child, deadline: float, by: str) -> None:
-        if child.status == "stopping" and deadline < child.deadline:
+        deadline = min(deadline, self.deadline, math.inf if budget is None else now + budget)
+        if child.status != "stopping" or deadline < child.deadline:
+            child.status = "stopping"
             child.deadline = deadline
             self._actions.append(Stop(child.name, deadline, by))
 

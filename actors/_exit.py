@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal as _signal
+import signal
 import traceback
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ import msgspec
 LIMIT_BYTES = 64 * 1024
 _DEPTH = 8
 _MEMBERS = 16
+_SIGNALS = {number.value: number.name for number in signal.Signals}
 
 
 class RemoteErrorData(msgspec.Struct, frozen=True, array_like=True):
@@ -91,11 +92,9 @@ class Signalled(_Reason, frozen=True):
     core: bool = False
 
     def __str__(self) -> str:
-        try:
-            name = _signal.Signals(self.signal).name
-        except ValueError:
-            name = f"signal {self.signal}"
-        return f"killed by {name}" + (" (core dumped)" if self.core else "")
+        return f"killed by {_SIGNALS.get(self.signal, f'signal {self.signal}')}" + (
+            " (core dumped)" if self.core else ""
+        )
 
 
 class Exited(_Reason, frozen=True):

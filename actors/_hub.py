@@ -76,8 +76,7 @@ class Hub:
         self.below: dict[str, Neighbour] = {}
         self.generations: dict[str, int] = {}
         self.runners: dict[str, Any] = {}  # of supervisors in this process, by path
-        self.on_snapshot: Callable[[Message], None]  # answers for this process
-        self.on_change: Callable[[], None] | None = None
+        self.on_snapshot: Callable[[Message], object]  # answers for this process
         self.casts = 0  # so far, from here
         self._forgotten: deque[str] = deque()
         self._ended: dict[str, tuple[int, ExitReason]] = {}
@@ -123,10 +122,6 @@ class Hub:
 
     def _is_ours(self, path: str) -> bool:
         return not self.base or path == self.base or path.startswith(self.base + "/")
-
-    def changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
 
     # -- messages ---
     def deliver(self, message: Message) -> None:

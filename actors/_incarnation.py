@@ -33,14 +33,19 @@ class State(StrEnum):
     ENDED = "ended"
 
 
-class Environment(Struct, frozen=True):
+def _raise(exc: BaseException) -> None:
+    raise exc
+
+
+class Environment(Struct):
     """What all supervisors and actors of one process share."""
 
     hub: Hub
     launcher: Launcher
     on_event: OnEvent | None = None
     draw: Callable[[], float] = random.random  # for the backoff's jitter
-    on_interrupt: Callable[[BaseException], None] | None = None
+    interrupt: Callable[[BaseException], None] = _raise
+    """Ctrl-C inside an actor, or a broken `on_event`: for the tree's owner, after an orderly stop."""
 
     def tell(self, event: Event) -> None:
         if self.on_event is not None:
@@ -48,12 +53,6 @@ class Environment(Struct, frozen=True):
                 self.on_event(event)
             except Exception as exc:
                 self.interrupt(exc)
-
-    def interrupt(self, exc: BaseException) -> None:
-        """Ctrl-C inside an actor, or a broken `on_event`: for the tree's owner, after an orderly stop."""
-        if self.on_interrupt is None:
-            raise exc
-        self.on_interrupt(exc)
 
 
 class Observer(Protocol):
@@ -85,7 +84,7 @@ class Incarnation:
         self.exception: BaseException | None = None  # the original one, where it is in this process
         self.stop_deadline = math.inf  # when a stop must be over; anyio.current_time clock
         self._observer = observer
-        self._stopped_by: str | None = None
+        self.stopped_by: str | None = None
 
     @property
     def stderr_tail(self) -> tuple[str, ...]:
@@ -140,6 +139,7 @@ class Actor(Incarnation):
         self._spec = spec
         self._begun_at = 0.0
         self._start_deadline = math.inf
+        self._stop_at = math.inf  # when the first stop came
         self._clock_wake = anyio.Event()
 
     def _begin(self, state: State) -> None:
@@ -172,8 +172,20 @@ class Actor(Incarnation):
             self.state = State.RUNNING
         self._clock_wake.set()
 
-    async def _next_alarm(self, until: float) -> None:
-        """Wait until then, or until something changes what the clock has to wait for."""
-        self._clock_wake = anyio.Event()
-        with anyio.move_on_at(until):
-            await self._clock_wake.wait()
+    def _heed(self, deadline: float, by: str) -> bool:
+        """Take note of a stop; False if it says nothing new."""
+        if self.stopped_by is None:
+            self._stop_at = anyio.current_time()
+            self.stopped_by = by
+        elif deadline >= self.stop_deadline:
+            return False
+        self.stop_deadline = deadline
+        self._clock_wake.set()
+        return True
+
+    async def _reach(self, when: Callable[[], float]) -> None:
+        """Wait until that time; `_clock_wake` is set when it has changed."""
+        while anyio.current_time() < (until := when()):
+            self._clock_wake = anyio.Event()
+            with anyio.move_on_at(until):
+                await self._clock_wake.wait()

@@ -31,7 +31,7 @@ class Process(Protocol):
 
     pid: int
     control: socket.socket
-    stderr: int | None  # fd to read its stderr from
+    stderr: int  # fd to read its stderr from
 
     async def wait(self) -> ExitReason:
         """Its end, as its host's kernel knows it: Exited, Signalled, or Lost if someone else took its exit status. May
@@ -122,8 +122,7 @@ class LocalProcess:
     ) -> None:
         self.pid = popen.pid
         self.control = control
-        self.stderr: int | None = stderr
-        self._stderr = stderr
+        self.stderr = stderr
         self._popen = popen
         self._pidfd = pidfd
         self._stacks = stacks
@@ -191,7 +190,7 @@ class LocalProcess:
 
     def close(self) -> None:
         self.control.close()
-        for fd in (self._stderr, self._pidfd, self._stacks):
+        for fd in (self.stderr, self._pidfd, self._stacks):
             os.close(fd)
 
 

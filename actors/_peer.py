@@ -186,16 +186,13 @@ class Peer:
     def died(self, generation: int, reason: ExitReason) -> None:
         """The peer is gone: everyone who waits for it learns it now, and what it asked for is dropped."""
         self._death = (generation, reason)
-        for message in list(self._calls.values()):
+        for message in [*self._calls.values(), *(cast for lane in self._lanes.values() for cast in lane.parked)]:
             message.finish(None, wire.CallError("died", self.path, generation, reason))
         self._calls.clear()
+        self._lanes.clear()
         for served in list(self._serving.values()):
             served.cancel()
         self._serving.clear()
-        for path, lane in self._lanes.items():
-            for message in list(lane.parked):
-                message.finish(None, wire.CallError("died", path, generation, reason))
-        self._lanes.clear()
         self._hub.unwatch_all(self)
 
     # -- from the peer ---

@@ -12,7 +12,7 @@ from ._exit import ExitReason, Lost, Raised, Returned, Stopped, Unresponsive, ca
 from ._incarnation import Actor, Observer, State
 from ._launcher import Process
 from ._link import Link
-from ._snapshot import Snapshot, aged
+from ._snapshot import Snapshot
 from ._spec import ChildSpec
 
 FAILED_START_GRACE_S = 0.3  # for a process whose start has failed to be gone
@@ -32,8 +32,7 @@ class ProcessActor(Actor):
 
     def __init__(self, spec: ChildSpec, path: str, generation: int, observer: Observer) -> None:
         super().__init__(spec, path, generation, observer)
-        self._tree: Snapshot | None = None  # as it last told
-        self._tree_at = 0.0
+        self.inside: Snapshot | None = None  # as it told when last asked
         self._process: Process
         self._link: Link
         self._tail = b""  # of its stderr
@@ -45,27 +44,22 @@ class ProcessActor(Actor):
         self._bye_first = False  # it ended by itself, before anyone stopped it
         self._decided: ExitReason | None = None  # by us: it started too late, or hangs
         self._lost = ""
-        self._reached_target = False
+        self.reached_target = False
 
     @property
     def stderr_tail(self) -> tuple[str, ...]:
         return tuple(self._tail.decode(errors="replace").splitlines()[-TAIL_LINES:])
 
     def mailbox_counts(self) -> tuple[int, int]:
-        return (0, 0) if self._tree is None else (self._tree.mailbox, self._tree.dropped)
+        return (0, 0) if self.inside is None else (self.inside.mailbox, self.inside.dropped)
 
     def inner(self) -> tuple[Snapshot, ...]:
-        children = () if self._tree is None else self._tree.children
-        return tuple(aged(child, anyio.current_time() - self._tree_at) for child in children)
-
-    def take_tree(self, snapshot: Snapshot) -> None:
-        self._tree = snapshot
-        self._tree_at = anyio.current_time()
+        return () if self.inside is None else self.inside.children
 
     # -- life ---
     async def run(self) -> ExitReason:
-        if self._stopped_by is not None:
-            return Stopped(self._stopped_by)
+        if self.stopped_by is not None:
+            return Stopped(self.stopped_by)
         self._begin(State.SPAWNING)
         grace = ORPHAN_GRACE_S if self._spec.stop_timeout is None else min(self._spec.stop_timeout, ORPHAN_GRACE_S)
         try:
@@ -74,7 +68,6 @@ class ProcessActor(Actor):
             self.exception = exc
             return Raised(capture(exc))
         self.pid = process.pid
-        self.hub.changed()
         reason: ExitReason = Lost("its supervisor was torn down")
         self._link = Link(process.control, self.hub, self._on_control, self.path, self.generation)
         try:
@@ -121,7 +114,6 @@ class ProcessActor(Actor):
             self.generation,
             spec.target,
             [wire.dump(arg) for arg in spec.args],
-            spec.backend,
             spec.mailbox,
             spec.overflow,
             spec.drain,
@@ -132,8 +124,8 @@ class ProcessActor(Actor):
     def _verdict(self, status: ExitReason | None) -> ExitReason:
         if self._decided is not None:
             return self._decided
-        if self._stopped_by is not None and not self._bye_first:
-            return self._stop_verdict(status, self._stopped_by)
+        if self.stopped_by is not None and not self._bye_first:
+            return self._stop_verdict(status, self.stopped_by)
         if self._bye is not None:
             return self._bye
         if status is None:
@@ -147,7 +139,7 @@ class ProcessActor(Actor):
             return Stopped(by, "stuck", "it can't be killed")
         if self._killed_at is not None and self._bye is None:
             late = self._killed_at - self._stop_at
-            return Stopped(by, "killed", f"after {late:.1f} s" if self._reached_target else "before its target ran")
+            return Stopped(by, "killed", f"after {late:.1f} s" if self.reached_target else "before its target ran")
         match self._bye:
             case Stopped(_, how, detail):
                 return Stopped(by, how, detail)
@@ -179,29 +171,24 @@ class ProcessActor(Actor):
             case wire.Phase(progress):
                 if progress.phase != "import" and self.state is State.BOOTED:
                     self.state = State.STARTING
-                    self._reached_target = True
+                    self.reached_target = True
                 self.on_progress(progress)
             case wire.Started(value):
                 self._beat_at = anyio.current_time()
                 self.on_started(wire.load(value))
-                if self._stopped_by is None:
+                if self.stopped_by is None:
                     self._tell("started")
             case wire.Beat(phase):
                 self._beat_at = anyio.current_time()
                 if phase != self.phase:  # another limit holds, maybe an earlier one
                     self.phase = phase
                     self._clock_wake.set()
-                assert self._observer is not None
-                self._observer.beat(self)
             case wire.Bye(reason):
                 self._bye = reason
-                self._bye_first = self._stopped_by is None
+                self._bye_first = self.stopped_by is None
                 if self.started_at is None and self._bye_first:
                     self._tell("failed_start", reason=reason)
                 self._kill_by(FAILED_START_GRACE_S if self.started_at is None else EXIT_GRACE_S)
-            case wire.Tree(snapshot):
-                self.take_tree(snapshot)
-                self.hub.changed()
             case wire.Reported(event):
                 if event.kind == "starting":  # for the next incarnation of this process
                     self.hub.generations[event.path] = event.generation
@@ -210,23 +197,20 @@ class ProcessActor(Actor):
                 raise wire.ProtocolError(f"unexpected {type(frame).__name__}")
 
     async def _read_stderr(self) -> None:
-        while self._process.stderr is not None:
+        while self._read_stderr_now():
             await anyio.wait_readable(self._process.stderr)
-            if not self._read_stderr_now():
-                return
 
     def _read_stderr_now(self) -> bool:
         """Take what is there; False at its end."""
-        while self._process.stderr is not None:
+        while True:
             try:
                 data = os.read(self._process.stderr, 65536)
             except BlockingIOError:
                 return True
             if not data:
-                break
+                return False
             self.environment.launcher.show(data)
             self._tail = (self._tail + data)[-TAIL_BYTES:]
-        return False
 
     # -- its time ---
     def _kill_by(self, delay_s: float) -> None:
@@ -235,7 +219,7 @@ class ProcessActor(Actor):
 
     def _patience_ends(self) -> float:
         """When its silence is too long: before it has started, and after."""
-        if self._stopped_by is not None or self._bye is not None or self._decided is not None:
+        if self.stopped_by is not None or self._bye is not None:
             return math.inf
         if self.started_at is None:
             return self._start_deadline
@@ -243,29 +227,23 @@ class ProcessActor(Actor):
         return math.inf if limit is None else self._beat_at + limit
 
     async def _run_clock(self) -> None:
-        while True:
-            now = anyio.current_time()
-            if self._killed_at is not None:
-                if now >= self._killed_at + REAP_TIMEOUT_S:
-                    text = f"SIGKILL was sent {REAP_TIMEOUT_S:g} s ago and it still exists: {self._process.describe()}"
-                    self._tell("stuck", text=text)
-                    self._waiting.cancel()
-                    return
-                await self._next_alarm(self._killed_at + REAP_TIMEOUT_S)
-            elif now >= self._kill_at:
-                self._killed_at = now
-                self.state = State.STOPPING
-                self._process.kill()
-            elif now < (patience_ends := self._patience_ends()):
-                await self._next_alarm(min(self._kill_at, patience_ends))
-            elif self.started_at is None:
+        await self._reach(lambda: min(self._kill_at, self._patience_ends()))
+        if anyio.current_time() < self._kill_at:
+            if self.started_at is None:
                 self._decided = self._start_failed()
                 await self.thread_stacks()
-                self._kill_by(0.0)
             else:
-                silent, phase = round(now - self._beat_at, 3), self.phase
+                silent, phase = round(anyio.current_time() - self._beat_at, 3), self.phase
                 self._decided = Unresponsive(silent, phase, await self.thread_stacks())
-                self._kill_by(0.0)
+            self._kill_by(0.0)
+        await self._reach(lambda: self._kill_at)
+        self._killed_at = killed_at = anyio.current_time()
+        self.state = State.STOPPING
+        self._process.kill()
+        await self._reach(lambda: killed_at + REAP_TIMEOUT_S)
+        text = f"SIGKILL was sent {REAP_TIMEOUT_S:g} s ago and it still exists: {self._process.describe()}"
+        self._tell("stuck", text=text)
+        self._waiting.cancel()
 
     async def thread_stacks(self) -> str:
         """The stacks of all its threads, taken by a signal, so also when stuck. They go to the stderr tail too."""
@@ -276,14 +254,7 @@ class ProcessActor(Actor):
         return stacks
 
     def stop(self, deadline: float, by: str) -> None:
-        now = anyio.current_time()
-        if self._stopped_by is not None and deadline >= self.stop_deadline:
-            return
-        if self._stopped_by is None:
-            self._stop_at = now
-        self._stopped_by = self._stopped_by or by
-        self.stop_deadline = deadline
-        if self.state is State.NEW:
+        if not self._heed(deadline, by) or self.state is State.NEW:
             return
         if self.state in (State.SPAWNING, State.BOOTED):  # its target hasn't begun: there is nothing to unwind
             self.state = State.STOPPING
@@ -291,12 +262,10 @@ class ProcessActor(Actor):
             return
         drains = self._spec.drain and self.started_at is not None
         self.state = State.DRAINING if drains else State.STOPPING
-        budget = max(deadline - now, 0.0)
+        budget = max(deadline - anyio.current_time(), 0.0)
         # A little less for the child: what is below it must be gone before it is killed itself.
         budget_s = None if math.isinf(budget) else budget - min(0.5, budget / 10)
         self._link.send(wire.Stop(by, budget_s, drains))
         self._kill_at = min(self._kill_at, deadline)
         if self.started_at is None:  # a start is not worth waiting for, and often can't hear: it imports, or loads
             self._kill_by(FAILED_START_GRACE_S)
-        self._clock_wake.set()
-        self.hub.changed()

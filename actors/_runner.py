@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 
 import anyio
@@ -34,22 +35,18 @@ class Slot:
         self.spec = spec
         self.path = path
         self.incarnation: Incarnation | None = None
-        self.up = False
-        self.ever_up = False
+        self.last_up = 0  # the last generation that has started
         self.gone = False
         self.error: Exception | None = None
-        self._changed = anyio.Event()
+        self.changed = anyio.Event()
 
     @property
     def generation(self) -> int:
         return 0 if self.incarnation is None else self.incarnation.generation
 
     def notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def wait_change(self) -> None:
-        await self._changed.wait()
+        self.changed.set()
+        self.changed = anyio.Event()
 
 
 class Runner(Incarnation):
@@ -77,13 +74,12 @@ class Runner(Incarnation):
         self._tasks: TaskGroup | None = None
         self._timer_wake = anyio.Event()
         self._done = anyio.Event()
-        self._start_failure: Exception | None = None
 
     # -- life ---
     async def run(self) -> ExitReason:
         try:
-            if self._stopped_by is not None:
-                self.finished = _core.Finished("stop", self._stopped_by)
+            if self.stopped_by is not None:
+                self.finished = _core.Finished("stop", self.stopped_by)
             else:
                 await self._live()
             assert self.finished is not None
@@ -110,27 +106,24 @@ class Runner(Incarnation):
                 tasks.cancel_scope.cancel()
 
     def _verdict(self, finished: _core.Finished) -> ExitReason:
-        causes = tuple((self._child_path(name), reason) for name, reason in finished.deaths)
-        match finished.cause:
-            case "stop":
-                return Stopped(finished.by)
-            case "auto_shutdown":
-                return Returned()
-            case "start_failed":
-                self.exception = self._start_failure
-            case "limit":
-                spec = self.core.spec
-                why = f"more than {spec.intensity} deaths within {spec.period:g} s"
-                self.exception = RestartLimitExceeded(self.path, causes, why)
-            case _:
-                why = f"{finished.name!r} died of a cause that is not to be retried"
-                self.exception = RestartLimitExceeded(self.path, causes, why)
+        if finished.cause == "stop":
+            return Stopped(finished.by)
+        if finished.cause == "auto_shutdown":
+            return Returned()
+        if finished.cause == "start_failed":
+            self.exception = self.slots[finished.name].error
+        else:
+            why = f"{finished.name!r} died of a cause that is not to be retried"
+            if finished.cause == "limit":
+                why = f"more than {self.core.spec.intensity} deaths within {self.core.spec.period:g} s"
+            causes = tuple((self._child_path(name), reason) for name, reason in finished.deaths)
+            self.exception = RestartLimitExceeded(self.path, causes, why)
         assert self.exception is not None
         return Raised(capture(self.exception))
 
     def stop(self, deadline: float, by: str) -> None:
         if self._tasks is None:
-            self._stopped_by = by
+            self.stopped_by = by
             return
         if self.finished is None:
             self.state = State.STOPPING
@@ -159,7 +152,7 @@ class Runner(Incarnation):
         if not slot.gone and self.finished is None:
             self._carry_out(self.core.stop_child(slot.spec.name, anyio.current_time(), deadline, by))
         while not slot.gone:
-            await slot.wait_change()
+            await slot.changed.wait()
 
     async def restart_slot(self, slot: Slot) -> None:
         """Stop a child, start it anew, and wait until it is up. Raises its start error or ActorClosed."""
@@ -167,10 +160,14 @@ class Runner(Incarnation):
         if not slot.gone and self.finished is None:
             actions = self.core.restart_child(slot.spec.name, anyio.current_time(), "request, to restart it")
             self._carry_out(actions)
-        while not (slot.up and slot.generation > before):
+        await self.wait_up(slot, before)
+
+    async def wait_up(self, slot: Slot, after: int) -> None:
+        """Wait until a later generation than this one has started. Raises its start error or ActorClosed."""
+        while slot.last_up <= after:
             if slot.gone or self.core.is_down_for_good(slot.spec.name):
-                raise slot.error or ActorClosed(f"actor {slot.path!r} has ended after it was restarted")
-            await slot.wait_change()
+                raise slot.error or ActorClosed(f"actor {slot.path!r} has ended and is not started again")
+            await slot.changed.wait()
 
     def _carry_out(self, actions: list[_core.Action]) -> None:
         for action in actions:
@@ -203,7 +200,6 @@ class Runner(Incarnation):
         if self.core.ending is not None and self.state in (State.STARTING, State.RUNNING):
             self.state = State.STOPPING
         self._timer_wake.set()
-        self.hub.changed()
 
     def _child_path(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
@@ -228,12 +224,10 @@ class Runner(Incarnation):
 
     async def _run_child(self, slot: Slot, incarnation: Incarnation) -> None:
         reason = await incarnation.run()
-        if slot.up:
-            slot.up = False
+        if slot.last_up == slot.generation:
             self.hub.publish(News(slot.path, slot.generation, Parcel(), reason))
         if incarnation.started_at is None and self.core.children[slot.spec.name].status != "stopping":
             slot.error = start_error(incarnation, reason)
-            self._start_failure = slot.error
         self._carry_out(self.core.child_exited(slot.spec.name, reason, anyio.current_time()))
         slot.notify()
 
@@ -258,17 +252,15 @@ class Runner(Incarnation):
         slot = self.slots[actor.path.rpartition("/")[2]]
         started = event.kind == "started"
         if started:
-            slot.up = slot.ever_up = True
+            slot.last_up = actor.generation
             self.hub.publish(News(actor.path, actor.generation, Parcel(actor.value)))
         self.environment.tell(event)
         if started:
             self._carry_out(self.core.child_started(slot.spec.name, anyio.current_time()))
             slot.notify()
-        else:
-            self.hub.changed()
 
     def beat(self, actor: Incarnation) -> None:
-        self.hub.changed()
+        """Only processes are watched for silence."""
 
     # -- looking ---
     def inner(self) -> tuple[Snapshot, ...]:
@@ -299,28 +291,27 @@ def start_error(incarnation: Incarnation, reason: ExitReason) -> Exception:
     return error
 
 
-async def refresh(hub: Hub) -> None:
+async def refresh(hub: Hub, timeout: float = REFRESH_TIMEOUT_S) -> None:
     """Ask every process right below this one for its state now; who doesn't answer is shown as last heard."""
 
     async def ask(actor: ProcessActor) -> None:
         with contextlib.suppress(ActorError):
-            actor.take_tree(await call(hub, actor.path, SNAPSHOT, None, REFRESH_TIMEOUT_S))
+            actor.inside = await call(hub, actor.path, SNAPSHOT, None, timeout)
 
     async with anyio.create_task_group() as tasks:
         for runner in hub.runners.values():
             for slot in runner.slots.values():
-                if isinstance(slot.incarnation, ProcessActor) and slot.up:
-                    tasks.start_soon(ask, slot.incarnation)
+                actor = slot.incarnation
+                if isinstance(actor, ProcessActor) and actor.reached_target and actor.state is not State.ENDED:
+                    tasks.start_soon(ask, actor)
 
 
 def serve_snapshots(hub: Hub, tasks: TaskGroup, snapshot: Callable[[], Snapshot]) -> None:
     """Answer whoever asks for the state of this process."""
 
     async def answer(message: Message) -> None:
-        await refresh(hub)
+        left = math.inf if message.deadline is None else message.deadline - hub.now()
+        await refresh(hub, min(REFRESH_TIMEOUT_S, 0.8 * left))  # an answer without those that hang beats none
         message.finish(Parcel(snapshot()))
 
-    def start(message: Message) -> None:
-        tasks.start_soon(answer, message)
-
-    hub.on_snapshot = start
+    hub.on_snapshot = lambda message: tasks.start_soon(answer, message)

@@ -31,13 +31,6 @@ class Snapshot(msgspec.Struct, frozen=True):
         return next((found for child in self.children if (found := child.find(path)) is not None), None)
 
 
-def aged(snapshot: Snapshot, age_s: float) -> Snapshot:
-    """A snapshot that was taken `age_s` ago, with its uptimes brought forward."""
-    uptime = None if snapshot.uptime_s is None else snapshot.uptime_s + age_s
-    children = tuple(aged(child, age_s) for child in snapshot.children)
-    return msgspec.structs.replace(snapshot, uptime_s=uptime, children=children)
-
-
 def format_tree(snapshot: Snapshot) -> str:
     """The tree as text, one line an actor."""
     lines: list[str] = []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from msgspec import Struct
 from msgspec.structs import force_setattr
@@ -26,15 +26,22 @@ AutoShutdown: TypeAlias = Literal["never", "any_significant", "all_significant"]
 GiveUpOn: TypeAlias = Callable[[ExitReason], bool]
 
 
-def _one_of(spec: str, what: str, given: object, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise SpecError(f"{spec}: {what} must be one of {', '.join(allowed)}, not {given!r}")
+_hints_of = lru_cache(get_type_hints)
 
 
-def _positive(spec: str, **values: float | None) -> None:
-    for what, value in values.items():
-        if value is not None and (math.isnan(value) or value < 0):
-            raise SpecError(f"{spec}: {what} must be at least 0, not {value!r}")
+def _check_fields(spec: Struct, name: str) -> None:
+    """Every choice is one of its kind, and every number at least 0."""
+    for what, hint in _hints_of(type(spec)).items():
+        given = getattr(spec, what)
+        if get_origin(hint) is Literal and given not in get_args(hint):
+            raise SpecError(f"{name}: {what} must be one of {', '.join(get_args(hint))}, not {given!r}")
+        if hint in (int, float, float | None):
+            _check_number(name, what, given)
+
+
+def _check_number(name: str, what: str, given: float | None) -> None:
+    if given is not None and not given >= 0:  # NaN neither
+        raise SpecError(f"{name}: {what} must be at least 0, not {given!r}")
 
 
 class Backoff(Struct, frozen=True):
@@ -49,10 +56,9 @@ class Backoff(Struct, frozen=True):
     jitter: Literal["full", "none"] = "full"
 
     def __post_init__(self) -> None:
-        _positive("Backoff", min=self.min, max=self.max)
+        _check_fields(self, "Backoff")
         if self.factor < 1 or self.max < self.min:
             raise SpecError("Backoff: factor must be at least 1 and max at least min")
-        _one_of("Backoff", "jitter", self.jitter, ("full", "none"))
 
     def delay(self, failures: int, share: float) -> float:
         """Seconds to wait after `failures` (>= 1) deaths in a row; `share` in [0, 1) is the jitter's draw."""
@@ -60,11 +66,7 @@ class Backoff(Struct, frozen=True):
         return full if self.jitter == "none" else full * share
 
 
-class _Named(Struct, frozen=True):
-    name: str
-
-
-class _Common(_Named, frozen=True, kw_only=True):
+class _Common(Struct, frozen=True, kw_only=True):
     """What task actors, process actors and supervisors have in common as children."""
 
     restart: Restart = "permanent"
@@ -73,18 +75,26 @@ class _Common(_Named, frozen=True, kw_only=True):
     backoff: Backoff = Backoff()
     give_up_on: GiveUpOn | None = None
 
-    def _check_common(self, stop_timeout: float | None) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise SpecError(f"{self.name!r} is no actor name: it may hold letters, digits, '_', '.' and '-' only")
-        _one_of(self.name, "restart", self.restart, ("permanent", "transient", "temporary"))
-        _positive(self.name, stop_timeout=stop_timeout)
+    def _check_common(self, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise SpecError(f"{name!r} is no actor name: it may hold letters, digits, '_', '.' and '-' only")
+        _check_fields(self, name)
         if self.significant and self.restart == "permanent":
-            raise SpecError(f"{self.name}: a permanent child is always restarted, so it can't be significant")
+            raise SpecError(f"{name}: a permanent child is always restarted, so it can't be significant")
         if self.depends_on is not None:
             force_setattr(self, "depends_on", tuple(self.depends_on))
 
 
-class _ChildOptions(_Common, frozen=True, kw_only=True):
+class ChildSpec(_Common, frozen=True):
+    """One actor: a task in its supervisor's process, or a process of its own.
+
+    `target` is an async function of a Context and `args`; for backend "main-thread" a plain function of a
+    ThreadContext; or "package.module:function", imported where it runs. Raises SpecError.
+    """
+
+    name: str
+    target: Callable[..., Any] | str
+    args: Sequence[Any] = ()
     where: Literal["task", "process"] = "task"
     backend: Literal["trio", "asyncio", "main-thread"] = "trio"
     start_timeout: float = 30.0  # seconds without progress
@@ -101,29 +111,11 @@ class _ChildOptions(_Common, frozen=True, kw_only=True):
     mailbox: int = 1024  # casts
     overflow: Overflow = "wait"
 
-
-class ChildSpec(_ChildOptions, frozen=True):
-    """One actor: a task in its supervisor's process, or a process of its own.
-
-    `target` is an async function of a Context and `args`; for backend "main-thread" a plain function of a
-    ThreadContext; or "package.module:function", imported where it runs. Raises SpecError.
-    """
-
-    target: Callable[..., Any] | str
-    args: Sequence[Any] = ()
-
     def __post_init__(self) -> None:
-        self._check_common(self.stop_timeout)
+        self._check_common(self.name)
         force_setattr(self, "args", tuple(self.args))
-        _one_of(self.name, "where", self.where, ("task", "process"))
-        _one_of(self.name, "backend", self.backend, ("trio", "asyncio", "main-thread"))
-        _one_of(self.name, "overflow", self.overflow, ("wait", "fail", "drop-oldest"))
-        _positive(self.name, start_timeout=self.start_timeout, start_timeout_max=self.start_timeout_max)
-        _positive(
-            self.name,
-            hang_timeout=self.hang_timeout,
-            **{f"hang_timeouts[{k}]": v for k, v in self.hang_timeouts.items()},
-        )
+        for phase, limit in self.hang_timeouts.items():
+            _check_number(self.name, f"hang_timeouts[{phase}]", limit)
         if self.mailbox < 1:
             raise SpecError(f"{self.name}: mailbox must hold at least 1 message")
         if isinstance(self.target, str) and not _TARGET.fullmatch(self.target):
@@ -171,25 +163,20 @@ def target_path(function: Callable[..., Any]) -> str:
     return f"file:{Path(file).resolve()}:{name}"
 
 
-class _SupervisorOptions(_Common, frozen=True, kw_only=True):
+class SupervisorSpec(_Common, frozen=True):
+    """A supervisor as a child of another one. `stop_timeout=None` is what is left of the parent's deadline."""
+
+    name: str
+    children: Sequence[ChildSpec | SupervisorSpec] = ()
     strategy: Strategy = "one_for_one"
     intensity: int = 3  # deaths within `period` seconds that are restarted
     period: float = 60.0
     auto_shutdown: AutoShutdown = "never"
     stop_timeout: float | None = None
 
-
-class SupervisorSpec(_SupervisorOptions, frozen=True):
-    """A supervisor as a child of another one. `stop_timeout=None` is what is left of the parent's deadline."""
-
-    children: Sequence[ChildSpec | SupervisorSpec] = ()
-
     def __post_init__(self) -> None:
-        self._check_common(self.stop_timeout)
+        self._check_common(self.name)
         force_setattr(self, "children", tuple(self.children))
-        _one_of(self.name, "strategy", self.strategy, ("one_for_one", "one_for_all", "rest_for_one"))
-        _one_of(self.name, "auto_shutdown", self.auto_shutdown, ("never", "any_significant", "all_significant"))
-        _positive(self.name, intensity=self.intensity, period=self.period)
         check(self.children, self.auto_shutdown)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskGroup
@@ -31,6 +31,7 @@ class Supervisor:
     """A running supervisor, as its owner sees it. Got from `open_supervisor`; to be used on that event loop only."""
 
     def __init__(self, runner: Runner) -> None:
+        self.path = runner.path
         self._runner = runner
         self._hub = runner.hub
         self._tasks: TaskGroup
@@ -38,10 +39,6 @@ class Supervisor:
         self._waiters = 0
         self._delivered = False
         self._interrupt: BaseException | None = None
-
-    @property
-    def path(self) -> str:
-        return self._runner.path
 
     # -- children ---
     async def start(self, spec: Spec) -> Ref:
@@ -51,10 +48,7 @@ class Supervisor:
         """
         slot = self._runner.add(spec)
         try:
-            while not slot.ever_up:
-                if slot.gone:
-                    raise slot.error or ActorClosed(f"actor {slot.path!r} was stopped before it had started")
-                await slot.wait_change()
+            await self._runner.wait_up(slot, 0)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._runner.stop_slot(slot, math.inf, "its starter, which was cancelled")
@@ -109,11 +103,11 @@ class Supervisor:
 
     # -- looking ---
     def snapshot(self) -> Snapshot:
-        """The state of all below, now; of what is inside process actors, as they last told it."""
+        """The state of all below; of what is inside process actors, as they told it when they were last asked."""
         return self._runner.snapshot()
 
     async def refresh(self) -> Snapshot:
-        """The same, after having asked every process for its state now."""
+        """The same, after every process was asked for its state now."""
         await refresh(self._hub)
         return self.snapshot()
 
@@ -199,23 +193,18 @@ def open_supervisor(
         name, children, strategy=strategy, intensity=intensity, period=period, auto_shutdown=auto_shutdown
     )
 
-    def interrupt(exc: BaseException) -> None:
-        supervisor.interrupt(exc)
-
     hub = Hub("", anyio.current_time)
-    environment = Environment(hub, launcher or LocalLauncher(), on_event, random.Random(seed).random, interrupt)
+    environment = Environment(hub, launcher or LocalLauncher(), on_event, random.Random(seed).random)
     supervisor = Supervisor(Runner(spec, "", 0, environment, None))
+    environment.interrupt = supervisor.interrupt
     return supervisor._opened(wait_started)
 
 
 @asynccontextmanager
 async def open_nested(
-    actor: TaskActor, path: str, children: Sequence[Spec], options: Mapping[str, Any]
+    actor: TaskActor, path: str, spec: SupervisorSpec, wait_started: bool
 ) -> AsyncIterator[Supervisor]:
     """A supervisor that an actor opens for itself; it is part of the actor and shares its hub."""
-    options = dict(options)
-    wait_started = options.pop("wait_started", True)
-    spec = SupervisorSpec(path.rpartition("/")[2], children, **options)
     if path in actor.hub.runners:
         raise ActorError(f"actor {actor.path!r} has an open supervisor at {path!r} already")
     runner = actor.hub.runners[path] = Runner(spec, path, 0, actor.environment, None, opened_by=actor)
@@ -224,4 +213,3 @@ async def open_nested(
             yield supervisor
     finally:
         actor.hub.runners.pop(path, None)
-        actor.hub.changed()

@@ -33,17 +33,17 @@ class TaskActor(Actor):
         self.context = Context(self)
         self.mailbox = Mailbox(spec.mailbox, spec.overflow, self.context.on_mail)
         self.door = Door(path, generation, self.hub, self.mailbox, self._start_answer)
-        self.cancel_at: float | None = None
+        self.cancel_at = math.inf  # once it is stopped
         self._serving: set[Message] = set()
         self._tasks: TaskGroup | None = None
         self._timed_out: StartTimeout | None = None
-        self._how = "cancelled"
+        self._returned = False
         self._task_id = 0
 
     # -- life ---
     async def run(self) -> ExitReason:
-        if self._stopped_by is not None:
-            return Stopped(self._stopped_by)
+        if self.stopped_by is not None:
+            return Stopped(self.stopped_by)
         self._begin(State.STARTING)
         self.hub.doors[self.path] = self.door
         reason: ExitReason = Lost("its task was cancelled from outside")
@@ -71,12 +71,13 @@ class TaskActor(Actor):
                 value = await self._call_target(tasks.cancel_scope)
                 tasks.cancel_scope.cancel()
         except Exception as exc:  # a group of cancellations and errors, less the cancellations
-            self._raised(exc)
+            self.exception = exc
         if self._timed_out is not None:
             return self._timed_out
-        if self._stopped_by is not None:
-            detail = "" if self.exception is None else f"{type(self.exception).__name__}: {self.exception}"
-            return Stopped(self._stopped_by, self._how, detail)
+        if self.stopped_by is not None:
+            if self.exception is not None:
+                return Stopped(self.stopped_by, "raised", f"{type(self.exception).__name__}: {self.exception}")
+            return Stopped(self.stopped_by, "returned" if self._returned else "cancelled")
         return verdict_on(self.exception, value, self.started_at is not None)
 
     async def _call_target(self, scope: anyio.CancelScope) -> Any:
@@ -84,62 +85,45 @@ class TaskActor(Actor):
             target = self._spec.target
             function = import_target(target) if isinstance(target, str) else target
             value = await function(self.context, *self._spec.args)
-            self._how = "returned"
+            self._returned = True
             return value
         except (Exception, SystemExit) as exc:
-            self._raised(exc)
+            self.exception = exc
         except KeyboardInterrupt as exc:  # the terminal's, and so the whole tree's
-            self._raised(exc)
+            self.exception = exc
             self.environment.interrupt(exc)
         except BaseException as exc:
             cancelled = scope.cancel_called or anyio.current_effective_deadline() == -math.inf
             if cancelled or not type(exc).__module__.startswith("asyncio"):
                 raise
-            self._raised(exc)  # asyncio only: someone cancelled the task itself, or the target raised it
+            self.exception = exc  # asyncio only: someone cancelled the task itself, or the target raised it
         finally:
             self._tasks = None
             self.door.is_open = False  # calls that come now hear of the end
 
-    def _raised(self, exc: BaseException) -> None:
-        self.exception = exc
-        self._how = "raised"
-
     async def _run_clock(self) -> None:
-        reported = False
-        while True:
-            now = anyio.current_time()
-            until = math.inf
-            if self._stopped_by is not None:
-                assert self.cancel_at is not None
-                stuck_at = self.stop_deadline + STUCK_GRACE_S
-                if now < self.cancel_at:
-                    until = self.cancel_at
-                else:
-                    self._cancel()
-                    if now < stuck_at:
-                        until = stuck_at
-                    elif not reported:
-                        reported = True
-                        self._tell("stuck", text="a task can't be killed; it hangs here:\n" + self.stacks())
-            elif self.started_at is None:
-                until = self._start_deadline
-                if now >= until:
-                    self._timed_out = self._start_failed()
-                    self._cancel()
-                    until = math.inf
-            await self._next_alarm(until)
+        await self._reach(self._patience_ends)
+        if self.stopped_by is None:
+            self._timed_out = self._start_failed()
+            self._cancel()
+        await self._reach(lambda: self.cancel_at)
+        self._cancel()
+        await self._reach(lambda: self.stop_deadline + STUCK_GRACE_S)
+        self._tell("stuck", text="a task can't be killed; it hangs here:\n" + self.stacks())
+
+    def _patience_ends(self) -> float:
+        if self.stopped_by is not None:
+            return -math.inf
+        return math.inf if self.started_at is not None else self._start_deadline
 
     def _cancel(self) -> None:
         if self._tasks is not None:
-            self._tasks.cancel_scope.cancel(f"stopped by {self._stopped_by}" if self._stopped_by else "start timeout")
+            self._tasks.cancel_scope.cancel(f"stopped by {self.stopped_by}" if self.stopped_by else "start timeout")
 
     def stop(self, deadline: float, by: str) -> None:
-        now = anyio.current_time()
-        if self._stopped_by is not None and deadline >= self.stop_deadline:
+        if not self._heed(deadline, by):
             return
-        self.stop_deadline = deadline
-        self._stopped_by = self._stopped_by or by
-        self.cancel_at = now
+        self.cancel_at = now = anyio.current_time()
         if self._spec.drain and self.started_at is not None and self.state is not State.STOPPING:
             budget = deadline - now
             self.cancel_at = deadline if math.isinf(budget) else deadline - min(CANCEL_SHARE_S, budget / 5)
@@ -147,11 +131,9 @@ class TaskActor(Actor):
         self.state = State.DRAINING if self.cancel_at > now else State.STOPPING
         if self.state is State.STOPPING:
             self._cancel()
-        self._clock_wake.set()
         for runner in self._opened():
             if runner.core.ending is not None:
                 runner.stop(deadline, by)
-        self.hub.changed()
 
     # -- looking ---
     def _opened(self) -> list[Any]:

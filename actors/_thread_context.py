@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from setproctitle import setproctitle
-
 from . import _wire as wire
-from ._child_common import leave, prepare, read_launch
+from ._child_common import Body, leave, prepare
 from ._door import Door, Mailbox, Message
 from ._errors import ActorError
 from ._exit import ExitReason, Progress, Stopped, capture, verdict_on
@@ -211,13 +209,13 @@ class ThreadContext:
         with self._lock:
             call.finish(result, error)
 
-    def run(self, target: Callable[..., Any], args: tuple[Any, ...]) -> ExitReason:
+    def run(self, body: Body) -> ExitReason:
         """The life of the actor; its bye is out, or can't be, when this returns."""
         self._thread.start()
         value: Any = None
         error: BaseException | None = None
         try:
-            value = target(self, *args)
+            value = body(self)
         except BaseException as exc:
             error = exc
         reason = verdict_on(error, value, self._door.started or self._stopped_by is not None)
@@ -233,7 +231,5 @@ class ThreadContext:
 
 
 def run(fd: int, setup: dict[str, Any]) -> None:
-    setproctitle(setup["title"])
-    launch = read_launch(fd)
-    target, args = prepare(fd, launch)
-    leave(ThreadContext(socket.socket(fileno=fd), launch).run(target, args))
+    launch, body = prepare(fd, setup)
+    leave(ThreadContext(socket.socket(fileno=fd), launch).run(body))

@@ -16,7 +16,6 @@ import msgspec
 
 from ._exit import ExitReason, Progress, RemoteErrorData, Returned
 from ._notices import Event
-from ._snapshot import Snapshot
 
 MAIN_SCRIPT = "__actors_main__"
 WINDOW = 512  # casts per path that may be on their way over one link
@@ -56,12 +55,6 @@ class Bye(Frame, frozen=True, tag="bye"):
     reason: ExitReason
 
 
-class Tree(Frame, frozen=True, tag="tree"):
-    """The child and what is supervised inside it."""
-
-    snapshot: Snapshot
-
-
 class Reported(Frame, frozen=True, tag="event"):
     """What a supervisor inside the child reports. From these, too, the parent knows which generations there were."""
 
@@ -74,7 +67,6 @@ class Launch(Frame, frozen=True, tag="launch"):
     generation: int
     target: str
     args: list[bytes]
-    backend: str
     mailbox: int
     overflow: Overflow
     drain: bool
@@ -148,7 +140,7 @@ class Told(Frame, frozen=True, tag="told"):
 
 
 AnyFrame: TypeAlias = (
-    Boot | Phase | Started | Beat | Bye | Tree | Reported | Launch | Stop
+    Boot | Phase | Started | Beat | Bye | Reported | Launch | Stop
     | Call | Reply | Cancel | Cast | Taken | Watch | Told
 )  # fmt: skip
 

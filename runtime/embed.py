@@ -48,9 +48,9 @@ class Runtime:
             raise Unavailable("The model is still being loaded.")
         return info
 
-    def snapshot(self) -> actors.Snapshot:
+    async def snapshot(self) -> actors.Snapshot:
         """The state of every actor."""
-        return self._tree.supervisor.snapshot()
+        return await self._tree.supervisor.refresh()
 
     async def generate(
         self, prompt: str | Sequence[int] | Sequence[dict[str, Any]], *, seed: int | None = None, **params: Any

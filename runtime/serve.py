@@ -63,7 +63,7 @@ async def _serve(config: Config, reread: Callable[[], Config], listener: socket.
                 tasks.start_soon(_mind_signals, signals, tree, reloader, console)
                 await tree.supervisor.wait_started()
                 url = "http://{}:{}".format(*listener.getsockname()[:2])
-                console.ready(url, tree.supervisor.snapshot(), tree.model)
+                console.ready(url, await tree.supervisor.refresh(), tree.model)
                 await tree.supervisor.wait()
         except BaseException as error:
             return _verdict(error, console)

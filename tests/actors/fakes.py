@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -58,7 +59,8 @@ class FakeProcess:
 
     def __init__(self, launcher: FakeLauncher, pid: int) -> None:
         self.pid = pid
-        self.stderr: int | None = None
+        self.stderr, theirs = os.pipe()
+        os.close(theirs)  # it has nothing to say there
         self.control, self._theirs = socket.socketpair()
         self._launcher = launcher
         self._scope = anyio.CancelScope()
@@ -84,13 +86,13 @@ class FakeProcess:
         assert isinstance(launch, Launch)
         sock.send(encode_frame(Phase(Progress("import", text=launch.target))))
         try:
-            target, args = resolve(launch)
+            body = resolve(launch)
         except Exception as exc:
             reason = verdict_on(exc, None, started=True)
             sock.send(encode_frame(Bye(reason)))
             return exit_code(reason)
         sock.send(encode_frame(Phase(Progress("start"))))
-        return exit_code(await ProcessMain(sock, launch, target, args, self._launcher).run())
+        return exit_code(await ProcessMain(sock, launch, body, self._launcher).run())
 
     async def _receive(self, size: int) -> bytes:
         data = b""
@@ -129,6 +131,7 @@ class FakeProcess:
 
     def close(self) -> None:
         self.control.close()
+        os.close(self.stderr)
 
 
 @asynccontextmanager

@@ -54,6 +54,6 @@ async def test_inspection_from_outside() -> None:
         tree = await until(lambda: ask())
         assert "inner (process)" in tree and "inspector (task)" in tree
         assert '"path":"n/inner"' in await ask("json")
-        assert "sleep_forever" in await ask("stacks", "n/task") or "_inbox" in await ask("stacks", "n/task")
+        assert "sleep_forever" in await ask("stacks", "n/task") or "in inbox" in await ask("stacks", "n/task")
         assert "error: there is no actor" in await ask("stacks", "nowhere")
         assert "error: known are" in await ask("nonsense")
