@@ -218,25 +218,26 @@ def hang_ups(options: argparse.Namespace) -> None:
     Both ends are read from one clock: ours when we close the socket, the scheduler's own when it has let go. So it does
     not matter when we get to hear of it.
     """
-    taken: list[float] = []
-    with serving(options) as server:
-        server.wait_ready()
-        body = {"max_tokens": 4000, "ignore_eos": True}
-        others = [server.stream(STORY, **body) for _ in range(options.streams)]
-        for hung_up in range(40 * options.runs):
-            others = [server.stream(STORY, **body) if other._ended else other for other in others]
-            stream = server.stream(STORY, **body)
-            stream.wait_events(4)
-            time.sleep(random.uniform(0, 0.05))  # wherever a step is then; a token's coming is where one begins
-            began = now()
-            stream.hang_up()
-            server.wait_metric("runtime_aborted_requests_total", hung_up + 1)
-            taken.append(server.metric("runtime_last_abort") - began)
-        steps = server.metric("runtime_steps_total")
-        began = now()
-        time.sleep(2)
-        step_s = (now() - began) / (server.metric("runtime_steps_total") - steps)
-    say(f"client hangs up, {options.streams} stay", f"freed {words(taken)}", f"a step takes {step_s:.3f}")
+    for tokens in (400, 4000):  # a step over long contexts takes longer, and is waited for
+        taken: list[float] = []
+        with serving(options) as server:
+            server.wait_ready()
+            body = {"max_tokens": tokens, "ignore_eos": True}
+            others = [server.stream(STORY, **body) for _ in range(options.streams)]
+            others[0].wait_events(4)
+            steps, since = server.metric("runtime_steps_total"), now()
+            for hung_up in range(40 * options.runs):
+                others = [server.stream(STORY, **body) if other._ended else other for other in others]
+                stream = server.stream(STORY, **body)
+                stream.wait_events(4)
+                time.sleep(random.uniform(0, 0.05))  # wherever a step is then; a token's coming is where one begins
+                began = now()
+                stream.hang_up()
+                server.wait_metric("runtime_aborted_requests_total", hung_up + 1)
+                taken.append(server.metric("runtime_last_abort") - began)
+            step_s = (now() - since) / (server.metric("runtime_steps_total") - steps)
+        who = f"{options.streams} streams of up to {tokens} tokens stay"
+        say("client hangs up", f"freed {words(taken)}", who, f"a step takes {step_s:.3f}")
 
 
 def idle_connections(options: argparse.Namespace) -> None:
