@@ -50,9 +50,11 @@ def test_a_long_prompt_never_freezes_running_streams(depth: int) -> None:
 
 
 @depths
-def test_pieces_of_a_prompt_shrink_as_its_context_grows(depth: int) -> None:
-    """Where attention is dear: a piece's cost, with what its tokens look at, stays what it was."""
-    bench = Bench(depth=depth, context=4096, pages=2000, step_tokens=512, mixed_tokens=60, context_unit=500)
+@pytest.mark.parametrize(("context_read", "least"), [(0, 9), (100, 5)])
+def test_pieces_of_a_prompt_shrink_as_its_context_grows(depth: int, context_read: int, least: int) -> None:
+    """Where attention is dear: a piece's cost, with what its tokens look at and what is read for it, stays the same."""
+    costs = {"context_unit": 500, "context_read": context_read}
+    bench = Bench(depth=depth, context=4096, pages=2000, step_tokens=512, mixed_tokens=60, **costs)
     bench.submit(0, prompt(10, 0), max_tokens=1000, ignore_eos=True)
     for _ in range(4):
         bench.step()
@@ -62,29 +64,12 @@ def test_pieces_of_a_prompt_shrink_as_its_context_grows(depth: int) -> None:
         bench.step()
     pieces = [(int(batch.cached[1]), int(batch.extend[1])) for batch in batches if len(batch.slots) == 2]
     pieces = pieces[: -2 if pieces[-1][1] == 1 else -1]  # the last piece is what was left
-    assert pieces[0] == (0, 60) and pieces[-1][1] <= 9
-    assert all(60 - (1 + at / 500) < tokens * (1 + at / 500) <= 60 for at, tokens in pieces)
+    assert pieces[0] == (0, 60) and pieces[-1][1] <= least
+    for at, tokens in pieces:
+        read = at // context_read if context_read else 0
+        assert 60 - (1 + at / 500) < read + tokens * (1 + at / 500) <= 60
     bench.drain()
     bench.assert_right(0)
-    bench.assert_right(9)
-
-
-def test_reading_a_long_context_is_part_of_a_pieces_cost() -> None:
-    bench = Bench(
-        context=4096, pages=2000, step_tokens=512, mixed_tokens=60, context_unit=500, context_read=100
-    )  # fmt: skip
-    bench.submit(0, prompt(10, 0), max_tokens=1000, ignore_eos=True)
-    for _ in range(4):
-        bench.step()
-    batches = spy(bench)
-    bench.submit(9, prompt(3000, 9), max_tokens=5, ignore_eos=True)
-    while (9, 0) not in bench.client.tokens:
-        bench.step()
-    pieces = [(int(batch.cached[1]), int(batch.extend[1])) for batch in batches if len(batch.slots) == 2]
-    pieces = pieces[: -2 if pieces[-1][1] == 1 else -1]
-    assert pieces[0] == (0, 60) and pieces[-1][1] <= 5
-    assert all(60 - (1 + at / 500) < at // 100 + tokens * (1 + at / 500) <= 60 for at, tokens in pieces)
-    bench.drain()
     bench.assert_right(9)
 
 
